@@ -1,4 +1,4 @@
-"""Requests of a benchmark that end with an error: figures measured with them would be wrong."""
+"""Detects failed requests of a benchmark, whose figures would be wrong."""
 
 from lamina.engine.updates import RequestUpdate
 

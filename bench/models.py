@@ -52,6 +52,7 @@ def checkpoint(name: str, place: Path) -> Path:
     """The model directory ``place``/``name`` with random weights, the same for every engine; made if not there."""
     path = place / name
     if not path.exists():
+        place.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(dir=place))
         _write_description(name, part)
         model = directory.find(part, weights=False)

@@ -1,4 +1,4 @@
-"""Starts an engine together with its workers: composes ``cluster`` and ``engine``."""
+"""Starts an engine together with its workers."""
 
 import dataclasses
 import os
@@ -24,15 +24,14 @@ from lamina.control.messages import LoadProgress
 from lamina.control.secret import Secret, configured
 from lamina.control.sockets import ANY, ControlServer
 from lamina.core.errors import ConfigError
-from lamina.core.topology import Role, Topology
+from lamina.core.topology import Pool, Role, Topology
 from lamina.core.types import ChatSettings
 from lamina.engine.ending import OnTrace
 from lamina.engine.engine import Engine
 from lamina.models import directory
-from lamina.models.directory import ModelDirectory, checkpoint_digest
+from lamina.models.directory import ModelDirectory, checkpoint_digest, sampling_defaults
 from lamina.observe.step_trace import write_trace
 from lamina.schedule.policy import find_policy
-from lamina.text.defaults import sampling_defaults
 from lamina.text.tokenizer import Tokenizer
 from lamina.transport.listener import LOOPBACK
 
@@ -59,15 +58,15 @@ class Where:
 
 @dataclasses.dataclass(frozen=True)
 class Home:
-    """What outlives an engine and belongs to its supervisor (``serve.supervisor``).
+    """State that outlives an engine and belongs to its supervisor (``serve.supervisor``).
 
     Attributes:
         supervisor_pid: The supervisor's process, with which workers end.
         secret: The secret of the cluster.
         listener: The descriptor of a socket for the control plane.
         workers: The supervisor's workers.
-        saved: What an earlier engine has saved, whose workers are taken over; None: workers are started.
-        save: Called with what the next engine would need, whenever that changes.
+        saved: State saved by an earlier engine, whose workers are taken over; None: workers are started.
+        save: Called with the state for the next engine whenever it changes.
     """
 
     supervisor_pid: int
@@ -89,13 +88,18 @@ def launch(
 ) -> Engine:
     """Start the workers of ``config``, wait for those of other machines, and return a running engine.
 
-    ``on_trace`` receives the recorded spans of every worker when the engine closes; without it and ``config.trace``
-    nothing is recorded. ``workers`` starts the processes; ``host`` is the address of this machine they connect to.
-    ``home``: a supervisor owns the workers, which may run already.
+    Args:
+        config: The settings.
+        on_progress: Receives the progress of loading.
+        on_trace: Receives every worker's recorded spans when the engine closes. Without it and ``config.trace``,
+            nothing is recorded.
+        workers: Starts the processes.
+        host: Address of this machine that workers connect to.
+        home: State of a supervisor, which owns the workers; they may run already.
 
     Raises:
-        ConfigError, ModelError: invalid settings or model; raised before anything is started where possible.
-        WorkerError, DeadlineError: a worker did not start; nothing is left running.
+        ConfigError, ModelError: Invalid settings or model, raised before anything is started where possible.
+        WorkerError, DeadlineError: A worker did not start; nothing is left running.
     """
     if config.trace is not None:
         check_writable("trace", Path(config.trace))
@@ -154,7 +158,7 @@ def _start(
     on_progress: OnProgress,
     trace: bool,
 ) -> tuple[Launcher, ClusterPlan, Cluster]:
-    """Start all workers and bring them up. If that fails, nothing is left running."""
+    """Start all workers and bring them up; if that fails, end them all."""
     launcher: Launcher = own
     try:
         launcher = _launcher(config, pools, own, where, control)
@@ -176,7 +180,7 @@ def _limited(plan: ClusterPlan, max_model_len: int) -> ClusterPlan:
 
 
 def _save(
-    home: Home | None, cluster: Cluster, max_model_len: int, topology: Topology, wanted: Mapping[Role, int]
+    home: Home | None, cluster: Cluster, max_model_len: int, topology: Topology, wanted: Mapping[Pool, int]
 ) -> None:
     if home is not None and cluster.fabric is not None:
         home.save(msgspec.msgpack.encode(Saved.from_topology(cluster.fabric, topology, wanted, max_model_len)))
@@ -209,7 +213,7 @@ def _take_over(
         kinds[member.role][member.name] = member.kind
     eos = [*tokenizer.eos_token_ids]
     plan = sizing.cluster_plan(config, model, eos, kinds, saved.greetings, is_open=False, trace=trace)
-    # As at the start, however many workers are left: those that join have to fit them.
+    # As at the start, however many workers are left: joining workers have to fit them.
     plan = dataclasses.replace(_limited(plan, saved.max_model_len), compute_setup=saved.compute_setup)
     names = [member.name for member in members]
     control = ControlServer(names, home.supervisor_pid, secret=Secret(home.secret), listener=home.listener)
@@ -221,7 +225,7 @@ def _take_over(
 
 
 def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
-    """Return the memory pool that is configured, or the one that suits the other settings. Raises ConfigError."""
+    """Return the configured memory pool, or the default for the other settings. Raises ConfigError."""
     if config.ray is not None:
         known = _known_to_ray(config)
         compute, memory = pool.parse_computes(config, known), pool.parse(config.memory or pool.CPU, known)
@@ -264,7 +268,6 @@ def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools
 
 
 def _ray_kinds(config: EngineConfig) -> dict[Role, list[str]]:
-    """Return the kind of each worker on a Ray cluster. Raises ConfigError."""
     known = _known_to_ray(config)
     memory = pool.parse(config.memory or pool.CPU, known)
     return {"compute": pool.kinds(pool.parse_computes(config, known)), "memory": pool.kinds(memory)}
@@ -275,7 +278,7 @@ def _known_to_ray(config: EngineConfig) -> list[str]:
 
 
 def ray_bundles(config: EngineConfig) -> dict[str, pool.Bundle]:
-    """Return what each worker takes from the Ray cluster. Raises ConfigError for kinds that do not exist."""
+    """Return each worker's Ray resources. Raises ConfigError for kinds that do not exist."""
     own = pool.own_kinds(config.kind)
     return {
         f"{role}{index}": pool.ray_bundle(kind, own, config.threads)
@@ -287,7 +290,7 @@ def ray_bundles(config: EngineConfig) -> dict[str, pool.Bundle]:
 def join_ray(config: EngineConfig) -> tuple[str, dict[str, str]]:
     """Join the Ray cluster. Returns this machine's address there, and a node for each worker.
 
-    Raises ConfigError if there is no cluster, or if it has too little room: names the resource that is missing.
+    Raises ConfigError if there is no cluster, or a resource is missing, which the error names.
     """
     try:
         from lamina.cluster import ray_workers
@@ -303,7 +306,6 @@ def join_ray(config: EngineConfig) -> tuple[str, dict[str, str]]:
 
 
 def _where(config: EngineConfig, host: str) -> Where:
-    """Return the addresses of this machine. Raises ConfigError."""
     if config.ray is not None:
         if config.listen is not None:
             raise ConfigError("ray places all workers: leave out listen, or ray")
@@ -330,7 +332,6 @@ def _launcher(
     where: Where,
     control: ControlServer,
 ) -> Launcher:
-    """Return what starts the workers: this machine, other machines too, or Ray."""
     if where.port is None:
         return local
     remote = RemoteWorkers(where.bind, where.port, control.secret, control.keys)
@@ -338,13 +339,18 @@ def _launcher(
         return LocalAndRemote(local, remote)
     from lamina.cluster.ray_workers import RayWorkers
 
-    kinds = {role: [one.kind for one in each.values()] for role, each in pools.items()}
+    computes, memories = ([one.kind for one in pools[role].values()] for role in ("compute", "memory"))
+    prefills = pool.size(config.prefill)
+    kinds: dict[Pool, list[str]] = {
+        "prefill": computes[:prefills] or computes,
+        "compute": computes[prefills:] or computes,
+        "memory": memories,
+    }
     engine = where.address or where.bind, remote.port
     return RayWorkers(remote, engine, control.keys[0], kinds, pool.own_kinds(config.kind), config.threads)
 
 
 def _workers(config: EngineConfig, pools: Pools, control: ControlServer) -> list[Start]:
-    """Return the workers to start, the workers of this machine first."""
     cores = {role: _cores(config, role, each) for role, each in pools.items()}
     used = [frozenset[int]().union(*each.values()) for each in cores.values()]
     shared = bool(frozenset.intersection(*used))

@@ -94,19 +94,19 @@ class Lamina:
         """Complete all prompts, texts or token ids, and return when the last has ended.
 
         Args:
-            prompts: one or any number of them, also from a generator; token ids may be NumPy arrays.
-            sampling_params: one for all prompts or one per prompt. In a dict, what is missing has the model's default,
-                as with None; a ``SamplingParams`` is taken as it is.
-            use_tqdm: show a progress bar, in a terminal or a notebook (which needs ipywidgets).
+            prompts: One prompt or any number of prompts, also from a generator; token ids may be NumPy arrays.
+            sampling_params: One for all prompts or one per prompt. Fields missing in a dict have the model's defaults,
+                as with None; a ``SamplingParams`` is used as it is.
+            use_tqdm: Show a progress bar, in a terminal or a notebook (which needs ipywidgets).
 
         Returns:
-            One output per prompt, in the order of the prompts. ``error`` of an output says why the runtime could
-            not finish it; that is also logged as a warning.
+            One output per prompt, in the order of the prompts. An output's ``error`` says why the runtime could not
+            finish it; the error is also logged as a warning.
 
         Raises:
-            RequestError: a prompt is empty, too long or not text. Prompts are checked before any is run, in parts
-                of ``PART`` if there are more.
-            EngineDeadError: the engine has stopped.
+            RequestError: A prompt is empty, too long or not text. Prompts are checked before any is run, in parts of
+                ``PART`` prompts.
+            EngineDeadError: The engine has stopped.
         """
         wanted = _prompts_of(prompts)
         params = _params_of(sampling_params, len(wanted), self.engine.sampling_defaults)
@@ -129,21 +129,24 @@ class Lamina:
         tool_choice: str | Mapping[str, Any] = "auto",
         response_format: "type[BaseModel] | Mapping[str, Any] | None" = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, with the model's chat template; otherwise as :meth:`generate`.
+        """Answer one or several conversations with the model's chat template. See also :meth:`generate`.
 
         Without a limit from ``sampling_params`` or the model, an answer may take the rest of the context. Each output's
         completions have ``content``, ``reasoning``, ``tool_calls`` and ``parsed`` beside their whole ``text``.
 
         Args:
-            tools: functions that the model may call, as OpenAI's API takes them. Calls are found in the form that the
-                model's template shows, or that the setting ``tool_call_parser`` names.
-            tool_choice: "auto"; "none": the model is not shown the tools; "required", or a function as OpenAI's API
-                names it: a grammar enforces calls.
-            response_format: a pydantic model or a JSON schema that answers match. ``parsed`` is then an instance of the
-                model, or what the JSON of the answer says; None if the answer is cut off.
+            messages: One conversation or several, each a list of messages in OpenAI's form.
+            sampling_params: See :meth:`generate`.
+            use_tqdm: See :meth:`generate`.
+            tools: Functions that the model may call, in the form of OpenAI's API. Calls are recognised in the form of
+                the model's template, or of the setting ``tool_call_parser``.
+            tool_choice: "auto"; "none" (the model is not shown the tools); "required", or a function in the form of
+                OpenAI's API: a grammar enforces calls.
+            response_format: A pydantic model or a JSON schema that answers match. ``parsed`` is then an instance of the
+                model, or the answer's JSON value; None if the answer is cut off.
 
         Raises:
-            RequestError: also when the template refuses the messages, or uses no tools.
+            RequestError: Also if the template rejects the messages, or has no tools.
 
         >>> from pydantic import BaseModel, Field
         >>> class Answer(BaseModel):
@@ -165,7 +168,7 @@ class Lamina:
         tool_choice: str | Mapping[str, Any],
         response_format: "type[BaseModel] | Mapping[str, Any] | None",
     ) -> tuple[list[Chat], list[SamplingParams]]:
-        """Return each conversation as the engine answers it, and its parameters."""
+        """Return the conversations with rendered prompts, and their parameters."""
         several = [messages] if messages and isinstance(messages[0], Mapping) else messages
         context = self.engine.max_model_len
         chats = [
@@ -183,7 +186,7 @@ class Lamina:
     ) -> Generator[RequestOutput, None, None]:
         """Yield the growing output of one prompt; each holds the whole text so far.
 
-        Closing the iterator early cancels the request. Errors as :meth:`generate`, raised by the first ``next``.
+        Closing the iterator early cancels the request. The first ``next`` raises the errors of :meth:`generate`.
         """
         params = _params_of(sampling_params, 1, self.engine.sampling_defaults)
         with Outputs(self.engine, _new_id(), [_one(prompt)], params) as outputs:
@@ -232,19 +235,22 @@ class Lamina:
                 whole.append_update(update)
                 yield whole.output()
 
-    def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> list[str]:
-        """Let workers join the pools, or leave where a number is negative, while requests run.
+    def scale(self, *, compute: int | str = 0, memory: int | str = 0, prefill: int | str = 0) -> list[str]:
+        """Add workers to the pools while requests run, or remove some if a number is negative.
 
-        A text names their kind: "rtx3090:+2". Without one, workers of the pool's first kind join on a Ray cluster, else
-        workers on CPUs; those that leave are of any kind.
+        A text names the kind: "rtx3090:+2". Without a kind, workers of the pool's first kind join on a Ray cluster, and
+        workers on CPUs elsewhere; workers of any kind leave. A memory worker's KV moves to others before it leaves.
+        Workers of ``prefill`` only run prompts; with prefill=1 and compute=-1, one that decodes does so from the next
+        step on, without loading weights.
 
-        Returns their names once all have. What a memory worker holds moves to others before it leaves.
+        Returns the workers' names once all have joined or left.
 
         Raises:
-            ConfigError: so many workers cannot join or leave; says why, with the figures.
-            WorkerError: a worker did not start. EngineDeadError: the engine has stopped.
+            ConfigError: The change is impossible; the error gives the figures.
+            WorkerError: A worker did not start.
+            EngineDeadError: The engine has stopped.
         """
-        return self.engine.scale(compute=compute, memory=memory).result()
+        return self.engine.scale(compute=compute, memory=memory, prefill=prefill).result()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -263,7 +269,7 @@ class Lamina:
 
 
 class AsyncLamina:
-    """Runs a model for an event loop, also for one that runs already, as in a notebook.
+    """Runs a model in an event loop, also in a running one such as a notebook's.
 
     Takes the settings of :class:`Lamina`. Workers start in ``async with`` or at the first request, in a thread, and end
     with the block or with :meth:`close`. Requests of several tasks run together; cancelling a task cancels its request.
@@ -283,7 +289,7 @@ class AsyncLamina:
         self._starting: asyncio.Task[Lamina] | None = None
 
     async def start(self) -> Lamina:
-        """Start the workers, unless they have been started. Raises what :class:`Lamina` raises."""
+        """Start the workers, unless they have been started. Raises the errors of :class:`Lamina`."""
         if self._starting is None:
             self._starting = asyncio.create_task(asyncio.to_thread(Lamina.from_config, self._config))
         return await asyncio.shield(self._starting)
@@ -291,7 +297,7 @@ class AsyncLamina:
     async def generate(
         self, prompt: str | Iterable[int], sampling_params: Params | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the growing output of one prompt; each holds the whole text so far. Errors as ``Lamina.generate``."""
+        """Yield the growing output of one prompt, each with the whole text so far. Raises like ``Lamina.generate``."""
         lamina = await self.start()
         async with contextlib.aclosing(lamina.stream_async(prompt, sampling_params)) as outputs:
             async for output in outputs:
@@ -306,7 +312,7 @@ class AsyncLamina:
         tool_choice: str | Mapping[str, Any] = "auto",
         response_format: "type[BaseModel] | Mapping[str, Any] | None" = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, as ``Lamina.chat``."""
+        """Answer one or several conversations; see ``Lamina.chat``."""
         lamina = await self.start()
         chats, params = await asyncio.to_thread(
             lamina._chats, messages, sampling_params, tools, tool_choice, response_format
@@ -332,7 +338,7 @@ class AsyncLamina:
 
 
 def _read_answers(chats: Sequence[Chat], outputs: list[RequestOutput]) -> list[RequestOutput]:
-    """Return ``outputs`` with the objects and tool calls of their answers."""
+    """Return ``outputs`` with their answers parsed."""
     for chat, output in zip(chats, outputs, strict=True):
         for answer in output.outputs:
             chat.read(answer)
@@ -359,7 +365,6 @@ def _one(given: str | Iterable[int]) -> Prompt:
 def _params_of(
     given: Params | Sequence[Params] | None, prompts: int, defaults: Mapping[str, Any]
 ) -> list[SamplingParams]:
-    """Return the parameters of each prompt; what a dict lacks has its default."""
     if given is None or isinstance(given, SamplingParams | Mapping):
         return [_filled(given or {}, defaults)] * prompts
     if len(given) != prompts:

@@ -1,7 +1,6 @@
-"""Adapts models of some families: their own attentions, row numbers taken for positions, parameters kept in float32.
+"""Adapts model families that do not call transformers' attention interface, or that use row numbers as positions.
 
-Each adapter replaces that arithmetic of one family and leaves its weights, projections and rotary embedding alone. A
-model is built with ``build_implementation``, adapted, and then switched to our implementation.
+Each adapter replaces that arithmetic in one family, and leaves weights, projections and rotary embedding alone.
 """
 
 import re
@@ -24,7 +23,7 @@ def build_implementation(model_type: str) -> str:
 
 
 def adapt(model: PreTrainedModel, model_type: str) -> None:
-    """Make the attentions of ``model`` (mutated) call the operator, if its family needs an adapter."""
+    """Make the attentions of ``model`` (mutated) call ``attention``, if its family needs an adapter."""
     adapter = _ADAPTERS.get(model_type)
     if adapter is None:
         return
@@ -35,7 +34,7 @@ def adapt(model: PreTrainedModel, model_type: str) -> None:
 
 
 def knows_positions(model_type: str) -> bool:
-    """True for families whose only notion of position is alibi, so that they take no ``position_ids``."""
+    """True for families that know positions by alibi alone, and so take no ``position_ids``."""
     return model_type in ("bloom", "mpt")
 
 
@@ -87,7 +86,7 @@ def _mpt(module: nn.Module) -> None:
 
 
 def _mpt_slopes(module: Any) -> Tensor:
-    """From the tensor for two positions, which holds -slope and 0."""
+    """Return the slopes, from the alibi tensor for two positions, which holds -slope and 0."""
     alibi: Tensor = _code(module).build_mpt_alibi_tensor(module.n_heads, 2)
     return -alibi[:, 0, 0]
 
@@ -119,7 +118,7 @@ def _falcon(module: Any) -> None:
 
 
 def _alibi_slopes(module: Any) -> Tensor:
-    """Slopes as the model rounds them: the biases of position 1."""
+    """Return the slopes as the model rounds them: the biases of position 1."""
     alibi = _code(module).build_alibi_tensor(torch.ones(1, 2, dtype=torch.long), module.num_heads, torch.float32)
     slopes: Tensor = alibi[:, 0, 1]
     return slopes

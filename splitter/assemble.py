@@ -1,4 +1,4 @@
-"""Splits a model: captures, cuts and shards its graph, makes slices of it, and verifies the result of each pass."""
+"""``split``: captures, shards and cuts a model's graph, makes slices of it, and verifies the result of each pass."""
 
 import dataclasses
 import math
@@ -28,9 +28,9 @@ def split(config: PretrainedConfig, dtype: DType = DType.FLOAT32, rank: Rank = O
     """Cut a model at its attention operators. No weights are read or allocated.
 
     Args:
-        config: of the model.
-        dtype: of weights, activations and KV.
-        rank: whose part of the model to make, if several share each slice (``lamina.splitter.shard``).
+        config: configuration of the model.
+        dtype: element type of weights, activations and KV.
+        rank: rank whose part of the model to make, if several ranks share each slice (``lamina.splitter.shard``).
 
     Raises:
         UnsupportedModelError: the model cannot be split, or not among so many ranks.
@@ -58,7 +58,7 @@ def capture_clean(config: PretrainedConfig, dtype: DType) -> Capture:
 
 
 def assemble(config: PretrainedConfig, dtype: DType, captured: Capture, rank: Rank) -> SplitModel:
-    """Return what ``split`` makes of a model's graph, which is not changed."""
+    """Return the split model of a captured graph, which is not changed."""
     held: Mapping[str, Part] = {}
     nodes = captured.attentions
     whole = tuple(attention.spec(nodes[source], layer) for layer, source in enumerate(captured.representatives[:-1]))
@@ -82,7 +82,7 @@ def _replicate(
     held: Mapping[str, Part],
     whole: tuple[AttentionSpec, ...],
 ) -> SplitModel:
-    """Make all slices from those of the captured layers. ``held``: what a rank holds of weights, by placeholder."""
+    """Make all slices from those of the captured layers. ``held`` has a rank's parts of weights, by placeholder."""
     attentions = captured.attentions
     graphs: dict[Hashable, fx.GraphModule] = {}
     built = [_slice(captured, parts, index) for index in range(len(attentions) + 1)]
@@ -153,7 +153,7 @@ def _layout(node: fx.Node) -> RowLayout:
 
 
 def _crossing(node: fx.Node, layers: int) -> Crossing:
-    """Return the description of a value, named like ``layers.3: add``: the module whose code made it, the operator."""
+    """Describe a value by the module whose code made it and the operator, such as ``layers.3: add``."""
     operator = getattr(node.target, "_opname", None) or node.name
     origin = f"{node.meta['path'].removeprefix('model.')}: {operator}"
     return Crossing(shift(origin, layers), (_layout(node).width,), node.meta["val"].dtype)
@@ -223,7 +223,7 @@ def _demand_order(captured: Capture, parts: Partition, index: int, results: list
 
 
 def _linears(graph: fx.Graph) -> tuple[int, int]:
-    """Return (linear layers that run until the first result exists, all linear layers)."""
+    """Return the number of linear layers that run until the first result exists, and of all linear layers."""
     kinds = {aten.linear.default, aten.addmm.default, aten.mm.default}
     results: Any = graph.output_node().args[0]
     nodes = list(graph.nodes)
@@ -232,7 +232,7 @@ def _linears(graph: fx.Graph) -> tuple[int, int]:
 
 
 def _key(graph: fx.Graph) -> Hashable:
-    """Return what is equal for graphs that compute the same function: numbered nodes, and the types of inputs."""
+    """Return a key that is equal for equal graphs: numbered nodes, and the types of inputs."""
     number: dict[fx.Node, int] = {}
     lines: list[Hashable] = []
     for node in graph.nodes:

@@ -1,7 +1,8 @@
-"""Attentions of Hugging Face models: the marker that captured graphs have for them, and the AttentionSpec read from it.
+"""Registers an attention implementation with transformers that inserts markers into captured graphs, and reads an
+``AttentionSpec`` from each marker.
 
-The models call the function registered under their ``attn_implementation``. No mask function is registered under our
-name, so the models build no mask; window and chunk are arguments instead.
+Models call the function that is registered under their ``attn_implementation``. No mask function is registered under
+the same name, so models build no mask; window and chunk are arguments instead.
 """
 
 import sys
@@ -36,7 +37,7 @@ def attention(
         query: [1, Hq, T, D].
         key: [1, Hkv, T, D].
         value: [1, Hkv, T, Dv]; Hkv divides Hq.
-        sinks: [Hq] logits or None. The other arguments are those of AttentionSpec.
+        sinks: [Hq] logits or None. Other arguments are fields of AttentionSpec.
 
     Returns: [1, T, Hq, Dv], without values.
     """
@@ -73,7 +74,7 @@ def _registered(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Hugging Face's attention function signature; returns ([1, T, Hq, Dv], None)."""
+    """Insert the marker for a call by transformers, whose signature this is. Returns ([1, T, Hq, Dv], None)."""
     name = type(module).__name__
     unknown = {key for key, value in kwargs.items() if value is not None} - _IRRELEVANT
     if unknown:
@@ -97,7 +98,7 @@ def _registered(
 
 
 def _visibility(module: torch.nn.Module, sliding_window: int | None) -> tuple[int, int]:
-    """(window, chunk) of one attention, from the settings that transformers builds this layer's mask from."""
+    """Return window and chunk of one attention, from the settings by which transformers builds the layer's mask."""
     config: Any = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     if not kinds:

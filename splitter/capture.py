@@ -1,7 +1,7 @@
 """Captures a model as one flat graph, from its configuration and without allocating weights.
 
 The model is built and run under a fake tensor mode on the CPU (not on the meta device, where mixture-of-expert layers
-take another branch). Of a deep model, only enough layers are captured to see every kind of slice.
+take another branch). Only as many layers are captured as are needed to see every distinct slice.
 """
 
 import copy
@@ -34,11 +34,12 @@ class Capture:
         graph: placeholders for weights, constants, ids [T] and positions [T]; one output, logits [T, vocab].
         weights: placeholder name -> checkpoint name.
         constants: placeholder name -> buffer name.
-        ids, positions: the placeholders of the model's inputs.
-        representatives: for each slice of the whole model, the slice of ``graph`` that equals it.
+        ids: placeholder of the token ids.
+        positions: placeholder of the positions.
+        representatives: for each slice of the whole model, the equal slice of ``graph``.
         shapes: every weight of the whole model.
-        ties: names that share another's weight -> that weight's name.
-        buffer: from the name of a constant of the whole model to its value.
+        ties: name of a tied weight -> name of the weight that it shares.
+        buffer: returns the value of a constant of the whole model, by name.
     """
 
     graph: fx.Graph
@@ -72,7 +73,7 @@ class _Flat(nn.Module):
 
 
 def capture(config: PretrainedConfig, dtype: DType) -> Capture:
-    """Trace the model that ``config`` describes (left as it is).
+    """Trace the model that ``config`` (not mutated) describes.
 
     Raises:
         UnsupportedModelError: it is not a decoder, cannot be traced, or has state besides the KV cache.
@@ -130,7 +131,7 @@ def _build(config: PretrainedConfig, dtype: DType, mode: FakeTensorMode) -> Any:
 
 
 def _record(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> LayerRecorder:
-    """Run the whole model once without values and check that each layer has exactly one attention."""
+    """Run the whole model once on fake tensors, and check that each layer has exactly one attention."""
     recorder = LayerRecorder(flat.model)
     # Models choose operators by whether they are being compiled; the record must see those that are captured.
     with _tracing(config), _compiling_state_context(), mode, recorder:
@@ -152,7 +153,7 @@ def _record(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> Laye
 
 @contextmanager
 def _tracing(config: PretrainedConfig) -> Iterator[None]:
-    """Raise UnsupportedModelError for whatever goes wrong while the model runs."""
+    """Convert any exception while the model runs to UnsupportedModelError."""
     try:
         yield
     except UnsupportedModelError:

@@ -1,8 +1,8 @@
 """Cuts a captured graph at its attentions: finds the slice of each node, and the values that cross each cut.
 
-Everything an attention needs comes before its cut and everything it feeds comes after. The other nodes (the residual
-stream, a parallel feed-forward) go on the side that makes the tensors to send cheapest: a minimum cut. A tensor used by
-several nodes is sent once, so the capacity belongs to the node, not to its edges.
+All nodes that an attention needs are before its cut, and all nodes that depend on the attention are after it. The other
+nodes (the residual stream, a parallel feed-forward) are placed so that the tensors to send have the fewest bytes: a
+minimum cut. A tensor with several users is sent once, so the capacity belongs to the node, not to its edges.
 """
 
 import math
@@ -30,9 +30,11 @@ def minimum_cut(
     """Return the nodes to compute before a cut, such that the values used after it are the cheapest to send.
 
     Args:
-        nodes: of a directed acyclic graph, in topological order; users outside ``nodes`` are ignored.
-        before, after: nodes whose side is fixed; no node of ``before`` may depend on one of ``after``.
-        cost: of sending a node's value across the cut, once for all its users.
+        nodes: nodes of a directed acyclic graph, in topological order; users outside ``nodes`` are ignored.
+        users: returns the users of a node.
+        before: nodes that must be before the cut; none may depend on a node of ``after``.
+        after: nodes that must be after the cut.
+        cost: cost of sending a node's value across the cut, once for all its users.
 
     Returns:
         The nodes before the cut, including ``before``. Of equally cheap cuts, the latest: work that may run before
@@ -105,7 +107,8 @@ def partition(captured: Capture) -> Partition:
 
 
 def _replicable(captured: Capture) -> set[fx.Node]:
-    """Return the nodes that each slice computes itself: of ids, positions and constants alone, or weights alone."""
+    """Return the nodes that each slice computes itself: they depend on ids, positions and constants alone, or on
+    weights alone."""
     placeholders = {node for node in captured.graph.nodes if node.op == "placeholder"}
     on_weights = {node for node in placeholders if node.name in captured.weights}
     constants = {node for node in placeholders if node.name in captured.constants}

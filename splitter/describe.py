@@ -1,6 +1,6 @@
-"""Describes a split model: its kinds of slices, the bytes per token at every cut, as figures, JSON and an SVG drawing.
+"""Describes a split model, its kinds of slices and the bytes per token at every cut, as JSON and as an SVG drawing.
 
-Only distinct slices are drawn: one period of a deep model. Colours follow the reader's light or dark theme.
+Only distinct slices are drawn. Colours follow the reader's light or dark theme.
 """
 
 import re
@@ -33,7 +33,7 @@ _STYLE = """
 
 @dataclass(frozen=True)
 class End:
-    """What follows a slice: the attention, and the cut to the next slice."""
+    """The attention after a slice, and the cut to the next slice."""
 
     attention: AttentionSpec
     cut: Cut
@@ -41,7 +41,7 @@ class End:
 
 @dataclass(frozen=True)
 class Kind:
-    """Slices that share a graph and end at attentions alike; ``end`` is that of the first, None for the last slice."""
+    """Slices with equal graphs and equal attentions. ``end`` belongs to the first of them; None: the last slice."""
 
     indices: tuple[int, ...]
     slice: Slice
@@ -60,7 +60,7 @@ def kinds(model: SplitModel) -> list[Kind]:
 
 @dataclass(frozen=True)
 class TokenTraffic:
-    """Bytes one token moves at one attention, or at all of them."""
+    """Bytes sent per token at one attention, or at all of them."""
 
     q: int
     kv: int
@@ -73,7 +73,7 @@ class TokenTraffic:
 
 
 def traffic(model: SplitModel, index: int) -> TokenTraffic:
-    """Bytes per token at attention ``index``: q, k and v to memory workers, out back, context to the next slice."""
+    """Return the bytes per token at attention ``index``."""
     spec = model.attentions[index]
     return TokenTraffic(
         q=spec.query_bytes_per_token(model.dtype),
@@ -84,17 +84,17 @@ def traffic(model: SplitModel, index: int) -> TokenTraffic:
 
 
 def total_traffic(model: SplitModel) -> TokenTraffic:
-    """Bytes per token at all attentions together."""
+    """Return the bytes per token at all attentions together."""
     return sum((traffic(model, spec.layer) for spec in model.attentions), TokenTraffic(0, 0, 0, 0))
 
 
 def weight_bytes(model: SplitModel, part: Slice) -> int:
-    """Bytes of the weights that a slice reads."""
+    """Return the bytes of the weights that a slice reads."""
     return sum(model.weights[name].nbytes for name in part.weights)
 
 
 def run_order(part: Slice) -> tuple[list[str], list[str]]:
-    """The slice's weights in the order they are first used: (until q exists, afterwards)."""
+    """Return the slice's weights in the order of their first use: those used until q exists, and the others."""
     graph = part.graph.graph
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     names = dict(zip(inputs, part.weights, strict=False))
@@ -115,7 +115,7 @@ def run_order(part: Slice) -> tuple[list[str], list[str]]:
 
 
 def ranges(indices: Iterable[int]) -> str:
-    """``0, 2-5`` for 0, 2, 3, 4, 5."""
+    """Return indices as text: ``0, 2-5`` for 0, 2, 3, 4, 5."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][1] + 1:
@@ -126,7 +126,7 @@ def ranges(indices: Iterable[int]) -> str:
 
 
 def attention_summary(spec: AttentionSpec) -> str:
-    """``64 q heads, 8 kv heads, size 128, window 4096``."""
+    """Return a spec as text: ``64 q heads, 8 kv heads, size 128, window 4096``."""
     size = f"size {spec.qk_dim}" if spec.qk_dim == spec.v_dim else f"sizes {spec.qk_dim} and {spec.v_dim}"
     extras = [
         f"window {spec.window}" if spec.window else "",
@@ -146,7 +146,7 @@ def short(name: str) -> str:
 
 
 def as_dict(model: SplitModel) -> dict[str, Any]:
-    """Everything about a split except weights' values, as JSON values. Sizes are in bytes."""
+    """Return the split as JSON values, without the weights' values. Sizes are in bytes."""
     return {
         "model_type": model.config.model_type,
         "dtype": model.dtype.value,
@@ -182,7 +182,6 @@ def as_dict(model: SplitModel) -> dict[str, Any]:
 
 
 def svg(model: SplitModel) -> str:
-    """Return the picture, a complete SVG document."""
     shown = kinds(model)
     hidden = len(shown) - _MOST_KINDS
     if hidden > 0:
@@ -227,7 +226,7 @@ def _head(model: SplitModel, height: int) -> list[str]:
 
 
 def _gap(kind: Kind) -> int:
-    """Height between a slice and the next: room for the result that comes back and one line per context tensor."""
+    """Return the height between a slice and the next: that of the reply's arrow and one line per context tensor."""
     return 60 + 16 * (len(kind.end.cut.context) if kind.end else 0)
 
 
@@ -284,7 +283,7 @@ def _text(x: int, y: int, text: str, style: str, anchor: str = "start") -> str:
 
 
 def size(nbytes: int) -> str:
-    """``1536 B``, ``16 KiB``, ``2.5 MiB``."""
+    """Return a number of bytes as text, such as ``1536 B``, ``16 KiB``, ``2.5 MiB``."""
     value, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 10_000 and ((unit == "B" and value % 1024) or value < 1024):

@@ -1,4 +1,4 @@
-"""Operators that mark a place in captured graphs: they have a shape, but no arithmetic, and cannot be executed."""
+"""Operators that mark places in captured graphs. They have shapes, but no arithmetic, and cannot be executed."""
 
 import copy
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 Reduce = Callable[[Tensor], Tensor]
-"""Returns the sum of a tensor over all ranks, the same bits on each; may overwrite what it is given."""
+"""Returns the sum of a tensor over all ranks, bitwise equal on each; may overwrite its argument."""
 
 
 def _marker(name: str, signature: str, result: Callable[..., Tensor]) -> Any:
@@ -23,7 +23,7 @@ ATTENTION = _marker(
     "float softcap) -> Tensor",
     lambda query, key, value, *_: query.new_empty(query.shape[0], query.shape[1], value.shape[2]),
 )
-"""Where a model is cut: query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv] -> [T, Hq, Dv]."""
+"""An attention, where the model is cut: query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv] -> [T, Hq, Dv]."""
 
 LINEAR = _marker(
     "linear",
@@ -33,11 +33,11 @@ LINEAR = _marker(
 """A linear layer while a model is captured."""
 
 ALL_REDUCE = _marker("all_reduce", "(Tensor x) -> Tensor", torch.empty_like)
-"""Where the ranks of a replica add up what each has computed; ``bind`` gives the function that does it."""
+"""A sum over the ranks of a replica; ``bind`` replaces it by a function."""
 
 
 def bind(module: fx.GraphModule, reduce: Reduce) -> fx.GraphModule:
-    """Return a copy of ``module`` that calls ``reduce`` where ranks meet."""
+    """Return a copy of ``module`` that calls ``reduce`` in place of ``ALL_REDUCE``."""
     bound = copy.deepcopy(module)
     for node in bound.graph.find_nodes(op="call_function", target=ALL_REDUCE):
         node.target = reduce

@@ -1,10 +1,9 @@
-"""Records the operators that a model runs on fake tensors: to find equal layers, and as one graph.
+"""Records the operators that a model runs on fake tensors: as one graph (``write_operators``), and to find equal layers
+(``LayerRecorder``).
 
-``torch.export`` runs a model three times for this: to trace it, to find in-place writes, and to make them functional.
-This module runs functional operators from the start, in a quarter of the time, which dominated the first start. The
-number of tokens is a symbol; models that work only with certain numbers of tokens are rejected.
-
-Layers are equal if the operators between one attention and the next are (``LayerRecorder``).
+``torch.export`` runs a model three times: to trace it, to find in-place writes, and to make them functional. This
+module runs functional operators from the start, in a quarter of the time, which dominated the first start of a model.
+The number of tokens is a symbol; models that work only with certain numbers of tokens are rejected.
 """
 
 import operator
@@ -51,9 +50,10 @@ class Operators:
         graph: placeholders, functional operators, one output. A node's ``meta["val"]`` is its fake tensor,
             ``meta["path"]`` the path of the module whose code called the operator; ``meta["size"]`` of a node that
             computes a size is the symbolic expression.
-        ids, positions: the placeholders of the model's inputs.
+        ids: placeholder of the token ids.
+        positions: placeholder of the positions.
         tensors: placeholder name -> name of a parameter or buffer of the model.
-        literals: placeholder name -> value, of tensors that the model's code creates from numbers.
+        literals: placeholder name -> value, for tensors that the model's code creates from numbers.
     """
 
     graph: fx.Graph
@@ -64,12 +64,12 @@ class Operators:
 
 
 def write_operators(model: nn.Module, mode: FakeTensorMode, writes_in_place: bool) -> Operators:
-    """Run ``model`` on ids and positions, int64 [T], and record the operators that compute the tensor it returns.
+    """Run ``model`` on ids and positions, int64 [T], and record the operators that compute its result.
 
-    Its parameters and buffers are fake tensors of ``mode``, which has symbolic shapes; ``writes_in_place`` says
-    whether it writes any tensor in place. Call it without gradients.
+    Its parameters and buffers must be fake tensors of ``mode``, which has symbolic shapes, and gradients disabled.
+    ``writes_in_place``: the model writes tensors in place.
 
-    Raises OperatorsError, and what the model raises.
+    Raises OperatorsError, and any exception of the model.
     """
     dynamic: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     example = torch.zeros(EXAMPLE_ROWS, dtype=torch.long)
@@ -77,8 +77,8 @@ def write_operators(model: nn.Module, mode: FakeTensorMode, writes_in_place: boo
     positions = ids.new_empty(ids.shape)
     writer = _Writer()
     named = [*model.named_parameters(), *model.named_buffers()]
-    tensors = {writer.take_in(tensor, name.replace(".", "_")).name: name for name, tensor in named}
-    inputs = writer.take_in(ids, "ids"), writer.take_in(positions, "positions")
+    tensors = {writer.add_input(tensor, name.replace(".", "_")).name: name for name, tensor in named}
+    inputs = writer.add_input(ids, "ids"), writer.add_input(positions, "positions")
     writer.count_rows(inputs[0])
     with (
         enable_python_dispatcher(),
@@ -126,8 +126,7 @@ class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: list[Tensor] = []  # so that no id() is reused
         self._sizes: dict[sympy.Expr, fx.Node] = {}
 
-    def take_in(self, tensor: Tensor, name: str) -> fx.Node:
-        """Add an input to the graph."""
+    def add_input(self, tensor: Tensor, name: str) -> fx.Node:
         with self._graph.inserting_before(self._inputs):
             node = self._graph.placeholder(name)
         self._assign(tensor, node)
@@ -141,7 +140,6 @@ class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes[rows.node.expr] = count
 
     def build(self, result: Tensor) -> fx.Graph:
-        """Return the graph of ``result``."""
         self._graph.output(self._node(result))
         self._graph.erase_node(self._inputs)
         self._graph.eliminate_dead_code()
@@ -186,7 +184,7 @@ class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return node
         if isinstance(tensor, FakeTensor):
             raise OperatorsError(f"{self.path[-1]} uses a tensor {list(tensor.shape)} of unknown origin")
-        node = self.take_in(tensor, f"literal_{len(self.literals)}")
+        node = self.add_input(tensor, f"literal_{len(self.literals)}")
         self.literals[node.name] = tensor
         return node
 
@@ -223,7 +221,7 @@ class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _running(model: nn.Module) -> Iterator[list[str]]:
-    """Paths of the modules that are running, the innermost last."""
+    """Provide the list of paths of the modules that are running, the innermost last."""
     paths: list[str] = []
 
     def enter(name: str) -> Callable[..., None]:
@@ -255,7 +253,7 @@ def relative(name: str, layer: int) -> str:
 
 
 Record = Hashable
-_Name = Callable[[int], Hashable]  # index of the stretch that uses a tensor -> its name there
+_Name = Callable[[int], Hashable]  # index of the stretch that uses a tensor -> name of the tensor in that stretch
 
 
 def _weight(name: str) -> _Name:
@@ -271,12 +269,14 @@ def _value(stretch: int, place: Hashable) -> _Name:
 
 
 class LayerRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the operators that run inside it. Enter it inside the fake tensor mode of ``model``.
+    """Records the operators that run inside it, by *stretch*: the operators from one attention to the next.
 
-    ``writes_in_place`` is True once an operator has written a tensor in place.
+    Enter it inside the fake tensor mode of ``model``. Layers with equal stretches are equal. Tensors that depend on the
+    model's inputs alone (positions, cos, sin) have the same name everywhere, and their operators are not recorded: a
+    model may compute them once or in every layer.
 
-    Tensors that depend on the model's inputs alone (positions, cos, sin) have the same name everywhere and are not
-    recorded by themselves: a model may compute them once or in every layer.
+    Attributes:
+        writes_in_place: True once an operator has written a tensor in place.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -294,11 +294,10 @@ class LayerRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def attentions(self) -> int:
-        """Attention operators seen."""
         return len(self._stretches) - 1
 
     def records(self) -> tuple[Record, ...]:
-        """One record per stretch, ``attentions + 1`` of them; an attention belongs to the stretch it ends."""
+        """Return ``attentions + 1`` records, one per stretch; an attention belongs to the stretch that it ends."""
         return tuple(tuple(stretch) for stretch in self._stretches)
 
     def __torch_dispatch__(

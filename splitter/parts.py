@@ -1,7 +1,7 @@
-"""Parts of tensors: the indices of each dimension that a tensor-parallel rank holds. Pure.
+"""``Part``: the indices of each dimension of a tensor that a tensor-parallel rank holds. Pure.
 
-A part is a product of index sets, one per dimension; a dimension without a set is whole. Index sets are sorted, so that
-views and slices of a part keep the order of the whole tensor.
+A part is a product of index sets, one per dimension; a dimension without an index set is whole. Index sets are sorted,
+so that views and slices of a part keep the order of the whole tensor.
 """
 
 import itertools
@@ -35,7 +35,7 @@ ONLY = Rank(0, 1)
 
 
 class MixesError(ValueError):
-    """An operator needs more than a part of its inputs, or is not known."""
+    """An operator cannot be computed from parts of its inputs, or is not known."""
 
 
 def block(size: int, rank: int, ranks: int) -> Indices:
@@ -53,14 +53,13 @@ def union(parts: Iterable[Part], shape: Sequence[Any]) -> Part:
 
 
 def equal(a: Part, b: Part) -> bool:
-    """True if both are the same part."""
     return a.keys() == b.keys() and all(np.array_equal(a[dim], b[dim]) for dim in a)
 
 
 def reshaped(part: Part, old: Sequence[Any], new: Sequence[Any]) -> Part:
-    """Return the elements of ``part``, of a tensor of shape ``old``, as a part of a view of it with shape ``new``.
+    """Convert a part of a tensor of shape ``old`` to a part of its view of shape ``new``.
 
-    Dimensions whose size is a symbol must be whole. Raises MixesError if it is not a product of index sets.
+    Dimensions of symbolic size must be whole. Raises MixesError if the result is not a product of index sets.
     """
     result: dict[int, Indices] = {}
     for before, after in _groups(old, new):
@@ -81,7 +80,7 @@ def reshaped(part: Part, old: Sequence[Any], new: Sequence[Any]) -> Part:
 
 
 def _groups(old: Sequence[Any], new: Sequence[Any]) -> list[tuple[list[int], list[int]]]:
-    """Groups of dimensions of ``old`` and of ``new`` with equal products of sizes, from the last to the first."""
+    """Return groups of dimensions of ``old`` and ``new`` with equal products of sizes, from the last to the first."""
     groups = []
     i, j = len(old), len(new)
     while i and j:
@@ -109,7 +108,7 @@ def _groups(old: Sequence[Any], new: Sequence[Any]) -> list[tuple[list[int], lis
 
 
 def positions(held: Indices | None, wanted: Indices) -> Indices:
-    """Positions of the indices ``wanted`` among those ``held`` (None: all)."""
+    """Return the positions of the indices ``wanted`` among the indices ``held`` (None: all)."""
     if held is None:
         return wanted
     places = np.searchsorted(held, wanted)

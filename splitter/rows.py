@@ -1,16 +1,15 @@
-"""Checks that rows are independent: finds what mixes tokens outside the attentions, or computes with row numbers.
+"""Checks that the rows of a captured graph are independent outside of its attentions.
 
 A slice runs over rows of any number of sequences at once, and over one new token at a time. That is correct only if
-row t of every result depends on row t of the inputs alone. A convolution over time or a state-space scan beside the
-attention violates this without changing any shape, so operators are checked by what they do to the token dimension.
-So does a model that numbers the rows of its input as if they were positions: a row number may select rows, but nothing
-may be computed with it. Mixture-of-expert layers sort rows by expert and back, which is allowed;
-``depends_on_order`` checks that rows come back.
+row t of every result depends on row t of the inputs alone. A convolution over time or a state-space scan violates this
+without changing any shape, so operators are checked by their effect on the token dimension. A model that uses row
+numbers as positions violates it too: a row number may select rows, but no value may be computed from it.
+Mixture-of-expert layers may sort rows by expert, if they restore the order, which ``depends_on_order`` checks.
 
-``mixing`` and ``numbering`` judge the operators that they know; ``depends_on_order`` tries all of them: it runs the
-graph with its rows in two orders and alone. It needs no weights: the product of rows with a matrix of weights is
-replaced by a product with a random matrix of rank 2 and the same shape. The results of attentions are random numbers,
-which move with their rows. Everything is computed in float64, so that rounding is far below any effect of order.
+``mixing`` and ``numbering`` check the operators that they know. ``depends_on_order`` checks all operators by running
+the graph with its rows in two orders and alone. It needs no weights: a matrix of weights is replaced by a random matrix
+of rank 2 and the same shape, the result of an attention by random numbers that belong to its row. All values have
+float64, so that rounding errors are far below any effect of order.
 """
 
 import zlib
@@ -62,12 +61,12 @@ _WIDE = {
 
 
 def mixing(graph: fx.Graph) -> list[fx.Node]:
-    """Nodes of a captured graph through which one token's values affect another's."""
+    """Return the nodes of a captured graph through which one token's values affect another token's."""
     return [node for node in graph.nodes if node.op == "call_function" and _mixes(node)]
 
 
 def numbering(graph: fx.Graph) -> list[fx.Node]:
-    """Nodes of a captured graph that compute with the numbers of rows, or with how many rows there are."""
+    """Return the nodes of a captured graph that compute with row numbers, or with the number of rows."""
     ordered: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "call_function" and (_numbers_rows(node) or not ordered.isdisjoint(_read(node))):
@@ -76,7 +75,7 @@ def numbering(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _numbers_rows(node: fx.Node) -> bool:
-    """Return whether the node makes values of the numbers or the count of rows, which its inputs do not hold."""
+    """Return whether the node creates row numbers, or a value from the number of rows."""
     if "size" in node.meta:
         return False
     kind = name(node)
@@ -101,7 +100,7 @@ def _sorts_rows(node: fx.Node) -> bool:
 
 
 def _read(node: fx.Node) -> set[fx.Node]:
-    """Return the inputs whose elements the result is made of, without those that give its shape or select rows."""
+    """Return the inputs whose elements go into the result, without inputs that give its shape or select rows."""
     kind = name(node)
     if kind in _FILLING:
         return set(_filled_with(node))
@@ -227,7 +226,7 @@ class _Trial:
         }
 
     def run(self, rows: Sequence[int]) -> Mapping[str, Tensor]:
-        """Every q, k and v, and the logits, of some of the rows in the given order."""
+        """Return every q, k and v, and the logits, for ``rows`` in this order."""
         captured = self._captured
         values: dict[fx.Node, Any] = {captured.ids: _IDS[rows], captured.positions: _POSITIONS[rows], **self._fixed}
         results: dict[str, Tensor] = {}

@@ -1,13 +1,13 @@
 """Shards a captured graph over the ranks of a tensor-parallel replica, by what its operators compute.
 
-Every rank has some heads of every attention. Going backwards from q, k and v, ``propagate`` says which part of each
-value a rank needs: so the linear layers before them compute only those outputs (by columns), in whatever order a fused
-one has them. A linear layer whose inputs can be computed in parts like this sums over its part of the inputs (by rows):
-the output projection after an attention, the down projection of a feed-forward layer, whose gate and up projections
-then compute a part of their outputs. The ranks add up its results, and then add the bias, once. The embedding and the
-head are cut by the vocabulary. All else, such as norms over the residual stream, is computed on every rank.
+Every rank has some heads of every attention. Backwards from q, k and v, ``propagate`` derives the part of each value
+that a rank needs: so the linear layers before an attention compute only some outputs (by columns), also if one layer
+computes q, k and v. A linear layer whose inputs can be computed in parts sums over a part of its inputs (by rows): the
+output projection after an attention, and the down projection of a feed-forward layer, whose gate and up projections
+then compute a part of their outputs. Its results are summed over the ranks, and then the bias is added. The embedding
+and the head are divided by the vocabulary. All else, such as norms over the residual stream, is computed on every rank.
 
-Each rank makes its own graph; all have the same sequence of sums.
+Each rank makes its own graph; all have the same sequence of sums over ranks.
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ from lamina.splitter.markers import ALL_REDUCE, ATTENTION
 from lamina.splitter.parts import WHOLE, Indices, MixesError, Part, Rank, block, equal, positions, runs, union
 from lamina.splitter.propagate import (
     VIEWS,
-    Cut,
     Needs,
     Product,
+    Selection,
     is_pointwise,
     name,
     needs,
@@ -52,7 +52,7 @@ def shard(captured: Capture, rank: Rank) -> tuple[Capture, Mapping[str, Part]]:
 
 
 def heads_of(query_heads: int, kv_heads: int, rank: Rank) -> tuple[Indices, Indices]:
-    """Return the query heads and the KV heads of a rank; ranks share a KV head where there are fewer of them.
+    """Return the query heads and the KV heads of a rank. With more ranks than KV heads, ranks share a KV head.
 
     Raises UnsupportedModelError.
     """
@@ -72,12 +72,12 @@ class _Plan:
     """Which part of every value a rank computes.
 
     Attributes:
-        parts: of each node that is used.
-        uses: what each node needs of its inputs, as far as it is not whole.
-        rows: linear layers that sum over a part of their inputs.
-        head: the one that makes logits, if it is cut.
-        embeddings: of token ids, cut by the vocabulary.
-        means: over dimensions of which the rank has a part.
+        parts: by node that is used: the part of its value that the rank computes.
+        uses: by node: the parts of its inputs that it needs, unless it needs them whole.
+        rows: linear layers that sum over a part of their inputs, with these inputs.
+        head: the linear layer that makes logits, if it is divided.
+        embeddings: embeddings of token ids, divided by the vocabulary.
+        means: means over dimensions of which the rank has a part.
     """
 
     def __init__(self, captured: Capture, rank: Rank) -> None:
@@ -123,7 +123,7 @@ class _Plan:
         return rows
 
     def _divides(self, product: Product, rank: Rank, rows: Mapping[fx.Node, Indices]) -> bool:
-        """True if a rank can compute its block of a layer's inputs from parts of attentions and of other layers."""
+        """True if a rank can compute its block of a layer's inputs from its parts of attentions and other layers."""
         sources = _sources(product.x, {len(sizes(product.x)) - 1: self._block(product.size, rank)})
         return bool(sources) and all(
             equal(part, {1: self.heads(node, rank)[0]})
@@ -175,8 +175,8 @@ class _Plan:
             except MixesError:
                 part = WHOLE
         self.parts[node], self.uses[node] = part, uses
-        cut = Cut.from_node(node)
-        for source in node.all_input_nodes if cut is None else [cut.source]:
+        selection = Selection.from_node(node)
+        for source in node.all_input_nodes if selection is None else [selection.source]:
             self._wanted[source].append(uses.get(source, WHOLE))
 
     def _attention(self, node: fx.Node, wanted: Part) -> tuple[Part, Needs]:
@@ -194,9 +194,9 @@ class _Plan:
         return wanted, uses
 
     def _averaged(self, node: fx.Node) -> Part:
-        """Return the part of its input that a mean over features has, if other users of the same values need no more.
+        """Return the part of the input over which a rank computes a mean over features; ``WHOLE`` if others need more.
 
-        The ranks add up their means: norms of q and k over all heads.
+        The ranks sum their means. Norms of q and k over all heads need this.
         """
         if node.target is not aten.mean.dim:
             return WHOLE
@@ -216,8 +216,8 @@ class _Plan:
 
 
 def _sources(node: Any, part: Part) -> dict[fx.Node, Part] | None:
-    """Return the linear layers and attentions whose results ``part`` of a value depends on, index by index, and the
-    parts of them that it needs; None if an operator between mixes indices."""
+    """Return the linear layers and attentions on which ``part`` of a value depends, with the parts of their results
+    that it needs; None if an operator in between mixes indices."""
     found: dict[fx.Node, Part] = {}
     todo = [(node, part)]
     while todo:
@@ -257,7 +257,7 @@ class _Writer:
 
     def _write(self, node: fx.Node) -> fx.Node:
         plan, part = self._plan, self._plan.parts[node]
-        cut = Cut.from_node(node)
+        selection = Selection.from_node(node)
         if node.op == "placeholder":
             copy = self._placeholder(node, part)
         elif node in plan.rows:
@@ -266,8 +266,10 @@ class _Writer:
             copy = self._join_outputs(node)
         elif node in plan.embeddings:
             copy = self._embed(node)
-        elif cut is not None and (part or plan.parts[cut.source] or cut.source not in node.all_input_nodes):
-            copy = self._cut(node, cut)
+        elif selection is not None and (
+            part or plan.parts[selection.source] or selection.source not in node.all_input_nodes
+        ):
+            copy = self._select(node, selection)
         elif part or any(plan.parts.get(source) for source in node.all_input_nodes):
             copy = self._compute(node, part)
         else:
@@ -311,7 +313,7 @@ class _Writer:
         kwargs: Mapping[str, Any] | None = None,
         like: fx.Node | None = None,
     ) -> fx.Node:
-        """Call an operator on parts; runs it without values to learn the shape of the result."""
+        """Add a call of an operator on parts, and run it on fake tensors for the shape of the result."""
         node = self._graph.call_function(target, tuple(arguments), dict(kwargs or {}))
         node.meta = {} if like is None else {key: value for key, value in like.meta.items() if key != "val"}
         with enable_python_dispatcher(), self._mode, torch.no_grad():
@@ -320,7 +322,7 @@ class _Writer:
         return node
 
     def _part(self, source: fx.Node, wanted: Part) -> fx.Node:
-        """Return the node that has the part ``wanted`` of what ``source`` is in the whole graph."""
+        """Return the node with the part ``wanted`` of the value of ``source`` in the whole graph."""
         copy, held = self._copies[source], self._plan.parts[source]
         for dim in held.keys() | wanted.keys():
             if dim not in wanted:
@@ -343,9 +345,9 @@ class _Writer:
             self._held[key] = pieces[0] if len(pieces) == 1 else self._call(aten.cat.default, (pieces, dim), like=like)
         return self._held[key]
 
-    def _cut(self, node: fx.Node, cut: Cut) -> fx.Node:
-        copy = self._part(cut.source, self._plan.uses[node][cut.source])
-        return self._call(aten.select.int, (copy, cut.dim, 0), like=node) if cut.removes else copy
+    def _select(self, node: fx.Node, selection: Selection) -> fx.Node:
+        copy = self._part(selection.source, self._plan.uses[node][selection.source])
+        return self._call(aten.select.int, (copy, selection.dim, 0), like=node) if selection.removes else copy
 
     def _sum_over_inputs(self, node: fx.Node) -> fx.Node:
         product, uses = Product.from_node(node), self._plan.uses[node]
@@ -362,7 +364,7 @@ class _Writer:
         return self._call(aten.add.Tensor, (total, self._part(product.bias, WHOLE)), like=node)
 
     def _join_outputs(self, node: fx.Node) -> fx.Node:
-        """Logits of this rank's rows of the vocabulary, among zeros for those of other ranks."""
+        """Return the logits: the sum over ranks of the logits of each rank's part of the vocabulary, else zeros."""
         partial = self._call(node.target, self._arguments(node), like=node)
         whole, rank = sizes(node)[-1], self._plan.rank
         before, behind = rank.number * whole // rank.count, whole - (rank.number + 1) * whole // rank.count
@@ -370,7 +372,8 @@ class _Writer:
         return self._call(ALL_REDUCE, (padded,), like=node)
 
     def _embed(self, node: fx.Node) -> fx.Node:
-        """Embeddings of ids among this rank's rows of the vocabulary; zeros for others."""
+        """Return embeddings: each rank looks up ids of its part of the vocabulary, with zeros for others; all are
+        summed."""
         weight: Any = node.args[0]
         ids: Any = node.args[1]
         tokens = self._plan.uses[node][weight][0]
@@ -385,7 +388,7 @@ class _Writer:
 
 
 def _value(node: fx.Node) -> Any:
-    """Return the fake value of a node; sizes that were recorded without one are computed."""
+    """Return the fake value of a node. Sizes recorded without a value are computed."""
     if "val" in node.meta:
         return node.meta["val"]
     target: Any = node.target

@@ -27,13 +27,12 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes in memory."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """One tensor [T, *shape] of a cut's context. ``name``: the module and operator that compute it."""
+    """One tensor [T, *shape] of a cut's context. ``name`` has the module and the operator that compute it."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +46,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Cut:
-    """The context: the tensors that slice ``index`` hands to the next one, besides q, k and v."""
+    """The context of cut ``index``: the tensors that slice ``index`` passes to the next slice besides q, k and v."""
 
     index: int
     context: tuple[Crossing, ...]
@@ -61,7 +60,7 @@ class Cut:
 Array = npt.NDArray[Any]
 
 Shard = Mapping[int, Runs]
-"""What a rank holds of a weight: by dimension, ranges of indices. Dimensions that are not named are whole."""
+"""The part of a weight that a rank holds: by dimension, ranges of indices. Other dimensions are whole."""
 
 
 def cut(tensor: Tensor, shard: Shard) -> Tensor:
@@ -76,8 +75,8 @@ def cut(tensor: Tensor, shard: Shard) -> Tensor:
 class SliceOutput:
     """The results of one slice's graph for T rows: (q, k, v, *context), or (logits,) from the last slice.
 
-    Tensors may be views of shared memory, not contiguous. Only the last slice has ``logits``; only the others have the
-    other properties.
+    Tensors may be views, not contiguous. Only the last slice has ``logits``; only the other slices have the other
+    properties.
     """
 
     results: tuple[Tensor, ...]
@@ -99,7 +98,6 @@ class SliceOutput:
 
     @property
     def context(self) -> tuple[Tensor, ...]:
-        """The tensors for the next slice."""
         return self.results[3:]
 
     @property
@@ -127,10 +125,11 @@ class Slice:
     """The part of the model between attention ``index - 1`` and attention ``index``.
 
     Attributes:
-        graph: takes weights, constants, ids, positions, attention (but for slice 0), context, in this order, and
+        graph: takes weights, constants, ids, positions, attention (not in slice 0), context, in this order, and
             returns (q, k, v, *context), or (logits,) from the last slice. Equal slices share one graph.
         weights: checkpoint names of its weights, in the graph's input order.
-        constants: names of the ``SplitModel.constants`` it uses, in the graph's input order.
+        constants: names of its ``SplitModel.constants``, in the graph's input order.
+        last: True for the last slice.
         linears_before_q: (linear layers that run before q exists, all linear layers).
     """
 
@@ -152,9 +151,10 @@ class Slice:
         """Compute T rows, which may belong to any number of sequences.
 
         Args:
-            ids, positions: [T] int64.
-            attention: [T, Hq, Dv] from the attention before, None for slice 0. Contiguous.
-            context: from the slice before. All four may be reduced to the same selection of rows.
+            ids: [T] int64.
+            positions: [T] int64.
+            attention: [T, Hq, Dv], contiguous: result of the previous attention; None for slice 0.
+            context: context of the previous slice, for the same rows.
             weights: by name, all of ``self.weights`` and ``self.constants``, on the device of the rows.
         """
         arguments = [weights[name] for name in self.weights]
@@ -168,14 +168,16 @@ class SplitModel:
     """A model cut at its n attentions into n + 1 slices.
 
     Attributes:
-        config, dtype: what was split. dtype is that of weights, activations and KV.
-        slices: n + 1.
-        cuts, attentions: n each; attention k and cut k lie between slices k and k + 1.
-        sinks: for each attention the checkpoint name of its sink logits [Hq], or None.
+        config: configuration of the model.
+        dtype: element type of weights, activations and KV.
+        slices: n + 1 slices.
+        cuts: n cuts; cut k is between slices k and k + 1.
+        attentions: n attentions; attention k is between slices k and k + 1.
+        sinks: for each attention: the checkpoint name of its sink logits [Hq], or None.
         weights: shape and element type of every weight that slices or sinks use, by checkpoint name.
-        ties: other names that checkpoints may use for a weight -> the name used here.
-        constants: values that checkpoints do not hold (inv_freq), on the CPU.
-        shards: by name, the part that a rank holds of each weight that is divided; empty for an unsharded model.
+        ties: other names that checkpoints may use for a weight -> the name in ``weights``.
+        constants: tensors that checkpoints do not hold (inv_freq), on the CPU.
+        shards: by name: the part of a divided weight that the rank holds; empty for an unsharded model.
         whole: the attentions with the heads of all ranks.
     """
 

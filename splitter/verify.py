@@ -1,4 +1,4 @@
-"""Checks the invariants of each pass. A violation is a bug in the splitter or a model that it must reject."""
+"""Checks the result of each pass of ``split``. A violation is a bug, or a model that cannot be split."""
 
 from collections import Counter
 
@@ -12,7 +12,8 @@ from lamina.splitter.split_model import Slice, SplitModel
 
 
 def verify_capture(captured: Capture) -> None:
-    """Check that all inputs of the graph are known by name, tokens mix only in attentions, and rows are not counted."""
+    """Check that all inputs of the graph are known by name, that only attentions mix tokens, and that no value is
+    computed from row numbers."""
     known = {captured.ids.name, captured.positions.name, *captured.weights, *captured.constants}
     unknown = [n.name for n in captured.graph.nodes if n.op == "placeholder" and n.users and n.name not in known]
     _require(not unknown, f"the traced graph has inputs of unknown origin: {unknown}")
@@ -27,7 +28,7 @@ def verify_capture(captured: Capture) -> None:
 
 
 def verify_order(captured: Capture) -> None:
-    """Check that a row gives the same results in any order, beside others and alone."""
+    """Check that a row has the same results in any order of rows, and alone."""
     wrong = depends_on_order(captured)
     _require(wrong is None, f"the result {wrong!r} of a token depends on the other tokens of a step, or their order")
 
@@ -60,8 +61,8 @@ def verify_partition(captured: Capture, parts: Partition) -> None:
 def verify(model: SplitModel) -> None:
     """Check the slices of a whole model against each other. Raises UnsupportedModelError naming the violation.
 
-    There is one attention and one cut between slices; each graph takes and returns exactly what its neighbours return
-    and take; every weight belongs to one slice, except tied ones.
+    There must be one attention and one cut between slices; the inputs of each graph must be the results of the previous
+    one; every weight that is not tied must belong to a single slice.
     """
     count = len(model.attentions)
     expected = model.config.get_text_config().num_hidden_layers

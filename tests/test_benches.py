@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OPTIONAL = {"cupy", "gguf", "llama_cpp", "openvino"}
+OPTIONAL = {"cupy", "gguf", "llama_cpp", "openvino", "vllm"}
 """What only a machine with a GPU, or a peer's own environment, has installed."""
 
 START = """

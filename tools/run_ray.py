@@ -1,7 +1,7 @@
 """Shows Lamina on a Ray cluster made for the occasion: ``make run-ray``.
 
 A head and two nodes run on this machine. The compute worker is on the head, a memory worker on each node. While text is
-generated, one node is removed: what its memory worker held is computed again elsewhere, and the text goes on.
+generated, one node is removed: the KV of its memory worker is computed again elsewhere, and the text continues.
 """
 
 import os

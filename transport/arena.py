@@ -1,6 +1,6 @@
-"""Allocates this process's arenas: anonymous files (memfd) mapped into memory.
+"""Allocates arenas, anonymous files (memfd) mapped into memory, and registers their pages with devices.
 
-Anonymous files vanish with their last user, so nothing is left behind however processes end.
+The kernel removes an anonymous file with its last user, however processes end.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ class MappedArena:
     """An arena of this process. Views stay valid, and keep the memory, after the endpoint has closed.
 
     Attributes:
-        sequence: returns what a doorbell was last rung with; the native function, as it is called for every message.
+        sequence: returns the number with which a doorbell was last rung; a native function, called for every message.
     """
 
     def __init__(self, native: NativeArena) -> None:
@@ -37,18 +37,18 @@ class MappedArena:
         self._data = memoryview(native)
 
     def view(self, offset: int, nbytes: int) -> Buffer:
-        """Writable view of [offset, offset + nbytes) without copying. Raises ValueError outside the arena."""
+        """Return a writable view of [offset, offset + nbytes). Raises ValueError outside the arena."""
         check_range(offset, nbytes, self.nbytes)
         return self._data[offset : offset + nbytes]
 
 
 @dataclass(frozen=True)
 class OwnArena:
-    """Memory of this process that endpoints let peers write into. Its allocator closes it.
+    """Memory of this process into which peers write. The caller of ``allocate`` closes it.
 
     Attributes:
-        fd: file descriptor of its file; the mapping outlives it.
-        identity: random, to distinguish it from a later arena with the same file descriptor or port.
+        fd: descriptor of the file; the mapping outlives it.
+        identity: random number that distinguishes the arena from a later one with the same descriptor or port.
     """
 
     fd: int
@@ -60,7 +60,7 @@ class OwnArena:
 
 
 def allocate(endpoint: str, nbytes: int, doorbells: int) -> OwnArena:
-    """Allocate a zeroed arena for ``endpoint``, which errors name.
+    """Allocate a zeroed arena. ``endpoint`` names its owner in errors.
 
     Raises ValueError for sizes that are not positive; TransportError if memory cannot be mapped.
     """
@@ -79,7 +79,7 @@ def allocate(endpoint: str, nbytes: int, doorbells: int) -> OwnArena:
 
 
 class Pages:
-    """Pages of memory that are registered with a device, each once: ranges may share pages.
+    """Registers pages of memory with a device, each page once: ranges may share pages.
 
     Args:
         register: registers a run of pages, given its address and bytes.
@@ -99,11 +99,11 @@ class Pages:
             self._known.update(range(first, first + count))
 
     def covers(self, at: int, nbytes: int) -> bool:
-        """True if [at, at + nbytes) was registered at once."""
+        """True if one call has registered all of [at, at + nbytes)."""
         return any(start <= at and at + nbytes <= stop for start, stop in self._runs)
 
     def cuts(self, at: int, nbytes: int) -> bool:
-        """True if something of [at, at + nbytes) was registered, but not all of it at once."""
+        """True if some of [at, at + nbytes) is registered, but no single call has registered all of it."""
         return not self.covers(at, nbytes) and any(start < at + nbytes and at < stop for start, stop in self._runs)
 
     def clear(self) -> None:
@@ -114,22 +114,22 @@ class Pages:
 
 
 class HostMemory:
-    """Registers memory of the host that holds messages with a device.
+    """Registers host memory for messages with a device.
 
     Attributes:
-        own: where peers write; never unregistered. A copy from there must not span two registrations.
+        own: memory into which peers write, never unregistered. A copy from it must not span two registrations.
     """
 
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
-        """A TransportError of ``register`` becomes a warning: messages are only slower without it."""
+        """A TransportError of ``register`` is logged as a warning: without registration, messages are only slower."""
         self._calls = register, unregister
         self.own = Pages(register, unregister)
         self._failed = False
         self._peers: dict[str, tuple[Buffer, Pages]] = {}
 
     def register_own(self, memory: Buffer) -> None:
-        """Register memory of this process; after a failure none, also later: no copy may begin in registered memory and
-        end in other memory."""
+        """Register memory of this process. After a failure, nothing is registered any more, since no copy may span
+        registered and other memory."""
         if self._failed:
             return
         try:
@@ -140,7 +140,7 @@ class HostMemory:
             self._failed = True
 
     def register_peer(self, peer: str, memory: Buffer) -> bool:
-        """Register memory of a peer, and keep it. False if that fails."""
+        """Register memory of a peer until ``unregister_peer``. Returns False if that fails."""
         self.unregister_peer(peer)
         pages = Pages(*self._calls)
         try:

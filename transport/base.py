@@ -1,4 +1,4 @@
-"""The interface that every transport implements (``Endpoint``), tested by one conformance suite."""
+"""``Endpoint``, the interface of every transport; one conformance suite tests all implementations."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -10,7 +10,8 @@ from lamina.core.errors import DeadlineError
 
 
 class DmaBuf(NamedTuple):
-    """Device memory as a file that other drivers can map; the caller of ``export`` closes ``fd``. Offsets in bytes."""
+    """Device memory as a file that other drivers can map. The caller of ``export`` closes ``fd``; ``offset`` is in
+    bytes."""
 
     fd: int
     offset: int
@@ -18,11 +19,11 @@ class DmaBuf(NamedTuple):
 
 
 class DeviceMemory(Protocol):
-    """Memory of a device for NICs to write into.
+    """Memory of a device into which NICs write.
 
     Attributes:
-        name: of the device, for errors and logs.
-        address: of its first byte, for this process or for the device.
+        name: name of the device, for errors and logs.
+        address: address of the first byte, for this process or for the device.
     """
 
     name: str
@@ -30,19 +31,19 @@ class DeviceMemory(Protocol):
     nbytes: int
 
     def export(self) -> DmaBuf | None:
-        """Export all of it as a dma-buf; None if it is the host's memory, which NICs register by its address.
+        """Export the memory as a dma-buf; None for host memory, which NICs register by its address.
 
         Raises TransportError with the reason if neither is possible.
         """
 
 
-Target = tuple[int, int]  # a doorbell, and the sequence number that it has to reach
+Target = tuple[int, int]  # a doorbell, and the sequence number that it must reach
 Buffer = memoryview  # C-contiguous, format "B"
 Part = bytes | bytearray | memoryview | npt.NDArray[Any]  # anything C-contiguous that exports the buffer protocol
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Reads bytes [offset, offset + nbytes) of a peer's arena to offset ``to`` of the reader's arena.
+    """A read of bytes [offset, offset + nbytes) of a peer's arena to offset ``to`` of the reader's arena.
 
     ``doorbell`` of the reader's arena is set to ``sequence`` once all bytes have arrived.
     """
@@ -61,10 +62,11 @@ class Arena(Protocol):
     doorbells: int
 
     def view(self, offset: int, nbytes: int) -> Buffer:
-        """Writable view of [offset, offset + nbytes) without copying. Raises ValueError outside the arena."""
+        """Return a writable view of [offset, offset + nbytes). Raises ValueError outside the arena."""
 
     def sequence(self, doorbell: int) -> int:
-        """Return what a doorbell was last rung with, as far as this endpoint has seen; what it announces is visible."""
+        """Return the number with which a doorbell was last rung, as far as this endpoint has seen. All writes before
+        that ring are visible."""
 
 
 class Peer(Protocol):
@@ -100,7 +102,7 @@ class Endpoint(Protocol):
         """Allocate the arena (once per endpoint), all doorbells 0."""
 
     def descriptor(self) -> bytes:
-        """Return what a peer needs to connect to this endpoint's arena: opaque bytes, sent over the control plane."""
+        """Return opaque bytes with which a peer can connect to this endpoint's arena."""
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
         """Open a peer's arena for writing. Raises TransportError if that fails or takes longer than ``timeout_s``."""
@@ -109,9 +111,9 @@ class Endpoint(Protocol):
         """Forget a peer; from now on its loss does not interrupt waits."""
 
     def disconnect_for_good(self, peer: Peer) -> None:
-        """``disconnect`` from a peer that must not reach this arena again: nothing it has sent arrives from now on.
+        """Disconnect a peer that must not reach this arena again: nothing that it has sent arrives from now on.
 
-        A peer that shares memory with this process must have ended before: nothing else keeps it from writing.
+        The process of a peer that shares memory must have ended before, since nothing else stops its writes.
         """
 
     def write(self, peer: Peer, offset: int, data: Part) -> None:
@@ -136,9 +138,9 @@ class Endpoint(Protocol):
     def fetch(self, peer: Peer, fetch: Fetch) -> None:
         """Read bytes of the peer's arena into this endpoint's, then ring a doorbell of this endpoint.
 
-        Returns before that: ``wait`` sees the doorbell once all bytes have arrived. The peer need not take part, and
-        must not change these bytes until it hears that they have been read. Fetches from one peer arrive in the order
-        of the calls, on a connection of their own: messages do not queue behind them.
+        Returns at once: ``wait`` sees the doorbell when all bytes have arrived. The peer takes no part, and must not
+        change these bytes until it knows that they have been read. Fetches from one peer arrive in the order of the
+        calls, on a separate connection, so that messages do not queue behind them.
 
         Raises ValueError outside an arena or for 0 bytes; PeerLostError like ``write``.
         """
@@ -146,10 +148,10 @@ class Endpoint(Protocol):
     def wait(self, targets: Sequence[Target], timeout_s: float) -> int:
         """Wait until one of this endpoint's doorbells has reached its target; ``targets`` are (doorbell, sequence).
 
-        Returns the index of the first target that is ready; there is no fairness across calls. Raises DeadlineError
-        after ``timeout_s``; PeerLostError if nothing is ready and a connected peer has closed its endpoint or exited,
-        in every call until that peer is disconnected. With a timeout of 0 or less it only checks. Spins briefly, then
-        sleeps; releases the GIL.
+        Returns the index of the first ready target; there is no fairness across calls. Raises DeadlineError after
+        ``timeout_s``; PeerLostError if nothing is ready and a connected peer has closed its endpoint or exited, in
+        every call until that peer is disconnected. A timeout of 0 or less only checks. Spins briefly, then sleeps;
+        releases the GIL.
         """
 
     def close(self) -> None:
@@ -161,8 +163,8 @@ class SharesMemory(Protocol):
     """An endpoint whose network interface lets peers write into memory besides the arena, such as a device's."""
 
     def share(self, memory: DeviceMemory) -> bytes:
-        """Let peers that get the returned key write there (``post_apart``), until ``unshare``. Raises TransportError
-        with the reason if they cannot."""
+        """Return a key with which peers may write into ``memory`` (``post_apart``), until ``unshare``. Raises
+        TransportError with the reason if they cannot."""
 
     def unshare(self, key: bytes) -> None:
         """End peers' access by this key."""
@@ -178,17 +180,15 @@ class SharesMemory(Protocol):
         doorbell: int,
         sequence: int,
     ) -> None:
-        """Write the parts into memory that the peer has shared by this key, from byte ``at`` on; then ``post`` a
-        header."""
+        """Write the parts into the peer's memory of this key, from byte ``at`` on, then ``post`` a header."""
 
 
 def part_nbytes(part: Part) -> int:
-    """Bytes of a part."""
     return len(part) if isinstance(part, (bytes, bytearray)) else part.nbytes
 
 
 def check_fetch(fetch: Fetch, peer_nbytes: int, own_nbytes: int, own_doorbells: int) -> None:
-    """Raise ValueError unless the fetch reads something and stays inside both arenas."""
+    """Raise ValueError unless the fetch reads at least 1 byte and stays inside both arenas."""
     check_doorbell(fetch.doorbell, own_doorbells)
     check_range(fetch.offset, fetch.nbytes, peer_nbytes)
     check_range(fetch.to, fetch.nbytes, own_nbytes)
@@ -209,6 +209,6 @@ def check_doorbell(doorbell: int, doorbells: int) -> None:
 
 
 def deadline_error(name: str, targets: Sequence[Target], reached: Sequence[int], timeout_s: float) -> DeadlineError:
-    """Return the error that ``wait`` of endpoint ``name`` raises. ``reached``: the current values of its doorbells."""
+    """Return the error that ``wait`` of endpoint ``name`` raises. ``reached`` has the current values of doorbells."""
     states = ", ".join(f"{bell} is at {at} of {goal}" for (bell, goal), at in zip(targets, reached, strict=True))
     return DeadlineError(f"{name} waited {timeout_s:g} s for a message (doorbell {states})")

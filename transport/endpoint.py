@@ -1,4 +1,4 @@
-"""Base classes of the real transports' endpoints: arena, peers, descriptors and options."""
+"""Base classes of the endpoints of shm, TCP and RDMA: arena, peers, descriptor and options."""
 
 import abc
 import contextlib
@@ -16,20 +16,20 @@ from lamina.transport.arena import MappedArena, OwnArena, allocate
 from lamina.transport.base import Endpoint, Peer, Target, deadline_error
 from lamina.transport.listener import PROTOCOL, Admit, Descriptor, Listener, check_secret
 
-SPIN_S = 20e-6  # about the cost of a wake-up, so a wait costs at most twice that of the better of spinning and sleeping
-OWN_CORES_SPIN_S = 2e-3  # if no core is shared: after such a wait, a wake-up adds about 2%
+SPIN_S = 20e-6  # about the cost of a wake-up, so that a wait costs at most twice the better of spinning and sleeping
+OWN_CORES_SPIN_S = 2e-3  # if workers share no core: after such a wait, a wake-up adds about 2%
 SILENCE_S = 10.0
 STALL_S = 60.0
 MIN_NAP_S = 50e-6
 MAX_NAP_S = 2e-3
-NAP_SHARE = 8  # a wait on several transports finds a message late by at most this part of the time waited
+NAP_SHARE = 8  # a wait on several transports delays a message by at most 1/8 of the time waited
 
 Wait = Callable[[Sequence[Target], float], int]
-"""Waits for messages, with the arguments and result of ``Endpoint.wait``."""
+"""The type of ``Endpoint.wait``."""
 
 
 def spin_s(workers: Collection[frozenset[int]]) -> float:
-    """Return how long waits spin before they sleep, given the cores of each worker: longer if workers share none."""
+    """Return how long waits spin before they sleep, given the cores of each worker: longer if workers share no core."""
     return OWN_CORES_SPIN_S if sum(map(len, workers)) == len(frozenset.union(*workers)) else SPIN_S
 
 
@@ -37,14 +37,14 @@ class Options(TypedDict, total=False):
     """Options of an endpoint that peers reach at a host and a port.
 
     Attributes:
-        secret: shared by the workers of one cluster, at least 16 bytes.
+        secret: secret of the workers of one cluster, at least 16 bytes.
         host: address of this machine to listen on (the system picks the port); None: the transport's default.
-        advertised: the address by which peers reach it; None: ``host``.
-        spin_s: seconds a wait spins before it sleeps. Spin longer only if a core is free for it. The endpoint's
-            attribute of this name may be changed between waits.
-        silence_s: seconds without a sign of life after which a connection counts as lost; a transport that reconnects
+        advertised: address at which peers reach the endpoint; None: ``host``.
+        spin_s: seconds that a wait spins before it sleeps; more only if a core is free for it. The endpoint's attribute
+            of this name may be changed between waits.
+        silence_s: seconds without a sign of life after which a connection counts as lost. A transport that reconnects
             then tries for as long again before the peer counts as lost.
-        stall_s: seconds for which a live peer may accept none of a message that is being sent to it.
+        stall_s: seconds for which a live peer may accept no byte of a message.
     """
 
     secret: Required[bytes]
@@ -57,14 +57,14 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Own:
-    """What an endpoint holds from ``register`` to ``close``: the arena that peers write into."""
+    """State of an endpoint from ``register`` to ``close``."""
 
     arena: OwnArena
 
 
 @dataclass(frozen=True)
 class ListeningOwn(Own):
-    """What an endpoint that listens on a port holds from ``register`` to ``close``."""
+    """State of an endpoint that listens on a port, from ``register`` to ``close``."""
 
     listener: Listener
 
@@ -100,7 +100,7 @@ class ArenaEndpoint(abc.ABC, Generic[OwnT, PeerT]):
         self._own = self._open(arena)
 
     def close(self) -> None:
-        """Tell peers, then release all memory and handles. Idempotent. Views keep their memory."""
+        """Notify peers, then release all memory and handles. Idempotent. Views keep their memory."""
         own, self._own = self._own, None
         if own is None:
             return
@@ -171,7 +171,7 @@ class ListeningEndpoint(ArenaEndpoint[ListeningOwnT, PeerT]):
 
 
 class WaitInTurns:
-    """A ``Wait`` on several endpoints of one arena: briefly on each, and longer the longer nothing arrives."""
+    """A ``Wait`` on several endpoints of one arena: on each in turn, for longer the longer nothing arrives."""
 
     def __init__(self, name: str, arena: NativeArena, endpoints: Sequence[Endpoint]) -> None:
         self._name, self._arena, self._endpoints = name, arena, endpoints

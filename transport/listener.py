@@ -1,7 +1,6 @@
-"""Authenticated TCP connections between endpoints: the handshake, a thread that accepts peers, the call that connects.
+"""Authenticated TCP connections between endpoints: the handshake, ``Listener`` and ``connect``.
 
-For transports that peers reach at a host and a port: tcp, and rdma, which exchanges its queue pairs this way. In the
-handshake both sides prove that they know the cluster secret.
+Used by tcp, and by rdma to exchange queue pairs. In the handshake, both sides prove that they know the cluster secret.
 """
 
 import contextlib
@@ -27,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 RETRY_S = 0.01
-HANDSHAKE_S = 5.0  # for a peer to authenticate
-MAX_WAITING = 256  # unauthenticated connections
+HANDSHAKE_S = 5.0  # time for a peer to authenticate
+MAX_WAITING = 256  # most unauthenticated connections
 PROTOCOL = 1
 MAGIC = b"lamina"
-MAX_NBYTES = 4096  # of a request or an answer
+MAX_NBYTES = 4096  # most bytes of a request or an answer
 MIN_SECRET_NBYTES = 16
 
 _PROOF_NBYTES = 32
@@ -41,9 +40,9 @@ _HELLO = struct.Struct(f"<Q{_NONCE_NBYTES}sH")
 _CHALLENGE = struct.Struct(f"<B{_NONCE_NBYTES}s")
 _ANSWER = struct.Struct("<BH")
 
-# Returns the answer to a request and the function that then takes over the connection; or raises TransportError.
+# Returns the answer to a request, and the function that then takes over the connection; or raises TransportError.
 Admit = Callable[[bytes], tuple[bytes, Callable[[socket.socket], None]]]
-Step = tuple[bytes, int]
+Step = tuple[bytes, int]  # bytes to send, and the number of bytes to receive next
 
 
 class Verdict(enum.IntEnum):
@@ -82,7 +81,7 @@ class Refusals:
 
 
 class ArenaDescriptor(msgspec.Struct, array_like=True, frozen=True):
-    """What peers need to reach an arena. The random ``identity`` tells an arena from a later one at the same place."""
+    """How peers reach an arena. The random ``identity`` distinguishes it from a later arena at the same address."""
 
     transport: str
     protocol: int
@@ -125,8 +124,7 @@ def check_secret(secret: bytes) -> None:
 
 
 def connecting(secret: bytes, identity: int, request: bytes) -> Generator[Step, bytes, bytes]:
-    """Run the connecting side of a handshake; returns the answer. Raises RefusedError if either side rejects the
-    other."""
+    """Run the connecting side of a handshake, and return the answer. Raises RefusedError if either side rejects."""
     if len(request) > MAX_NBYTES:
         raise ValueError(f"a request has at most {MAX_NBYTES} bytes; this one has {len(request)}")
     nonce = secrets.token_bytes(_NONCE_NBYTES)
@@ -149,8 +147,8 @@ def connecting(secret: bytes, identity: int, request: bytes) -> Generator[Step, 
 def listening(secret: bytes, identity: int, grant: Callable[[bytes], bytes]) -> Generator[Step, bytes, None]:
     """Run the listening side of a handshake. ``grant`` makes the answer to the request of an authenticated peer.
 
-    Raises RefusedError, after yielding the verdict to send, for anything but a valid request. ``grant`` raises
-    TransportError for a request that cannot be granted.
+    Raises RefusedError for an invalid request, after yielding the verdict to send. ``grant`` raises TransportError for
+    a request that it rejects.
     """
     version = yield b"", _VERSION.size
     magic, protocol = _VERSION.unpack(version)
@@ -209,7 +207,7 @@ def _tune(connection: socket.socket, silence_s: float) -> None:
 def connect(
     name: str, where: Descriptor, secret: bytes, request: bytes, timeout_s: float, silence_s: float
 ) -> tuple[socket.socket, bytes]:
-    """Connect endpoint ``name`` to another one, retrying until the deadline.
+    """Connect endpoint ``name`` to the endpoint at ``where``, retrying until the deadline.
 
     Returns the connection and the answer to the request. Raises PeerLostError if that endpoint no longer exists,
     RefusedError if it rejects the request, otherwise TransportError.
@@ -236,10 +234,10 @@ def connect(
 def attempt(
     where: Descriptor, secret: bytes, request: bytes, timeout_s: float, silence_s: float
 ) -> tuple[socket.socket, bytes]:
-    """Connect once; returns the connection and the endpoint's answer to the request.
+    """Try once to connect. Returns the connection and the answer to the request.
 
-    Raises RefusedError if it rejects the request; ConnectionRefusedError if nothing listens there; another OSError if
-    there is no connection in time.
+    Raises RefusedError if the endpoint rejects the request; ConnectionRefusedError if nothing listens on its port;
+    another OSError if the connection takes too long.
     """
     deadline = time.monotonic() + timeout_s
     connection = socket.create_connection((where.host, where.port), timeout=max(timeout_s, 1e-3))
@@ -287,19 +285,19 @@ class _Waiting:
 
 
 class Listener:
-    """Listens on a port of its own, in a thread of its own, and accepts peers that know the secret.
+    """Listens on a port in a separate thread, and accepts peers that know the secret.
 
     Args:
         host: address of this machine to listen on.
-        silence_s: see ``_tune``.
-        admit: decides about the request of an authenticated peer. It and the function that it returns are called in
-            the listener's thread; the latter may raise TransportError and owns the connection even then.
+        silence_s: time without an answer of the peer's machine after which a connection is closed.
+        admit: handles the request of an authenticated peer. ``admit`` and the function that it returns are called in
+            the listener's thread. The function owns the connection, and may raise TransportError.
 
     Attributes:
-        host: address that it listens on.
-        port: that it listens on.
-        refusals: rejected connections, by verdict. FRAME: accepted, then closed for an invalid frame. SYSTEM: the
-            system had no resources for it.
+        host: address on which it listens.
+        port: port on which it listens.
+        refusals: rejected connections, by verdict. FRAME: closed later for an invalid frame. SYSTEM: the system lacked
+            resources.
     """
 
     def __init__(self, name: str, host: str, secret: bytes, identity: int, silence_s: float, admit: Admit) -> None:

@@ -1,7 +1,7 @@
 """The shared-memory transport between processes of one machine. Implements ``transport.base.Endpoint``.
 
-An arena is an anonymous file that peers open through ``/proc/<pid>/fd/<n>``. Layout, doorbells and the wait are
-native (``native/transport``).
+An arena is an anonymous file that peers open through ``/proc/<pid>/fd/<n>``. Layout, doorbells and waits are native
+(``native/transport``).
 """
 
 import contextlib
@@ -21,10 +21,7 @@ from lamina.transport.listener import PROTOCOL, ArenaDescriptor, decode
 
 
 class Descriptor(ArenaDescriptor, array_like=True, frozen=True):
-    """Where to find an arena.
-
-    Process ids are reused: ``start_time`` (clock ticks since boot) tells a process from a later one with its id.
-    """
+    """Where to find an arena. ``start_time`` (clock ticks since boot) distinguishes processes with the same id."""
 
     pid: int
     start_time: int
@@ -38,7 +35,7 @@ def _start_time(pid: int) -> int:
 
 
 def host() -> str:
-    """Equal for processes that can open each other's arenas: same boot of a machine, same PID namespace."""
+    """Return an identifier that is equal for processes of one machine and PID namespace, which can share memory."""
     with open("/proc/sys/kernel/random/boot_id") as boot:
         return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
@@ -61,7 +58,7 @@ class _Own(Own):
 
 
 class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
-    """One worker's end of the data plane in shared memory. ``spin_s``: see ``Options``."""
+    """One worker's end of the data plane in shared memory. ``spin_s`` is that of ``Options``."""
 
     def __init__(self, name: str, *, spin_s: float = SPIN_S) -> None:
         super().__init__(name)
@@ -86,7 +83,7 @@ class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
         os.close(known.pidfd)
 
     def disconnect_for_good(self, peer: Peer) -> None:
-        self.disconnect(peer)  # the peer's process, which keeps its mapping of this arena, must have ended
+        self.disconnect(peer)
 
     def write(self, peer: Peer, offset: int, data: Part) -> None:
         known = self._connected(peer)

@@ -4,7 +4,7 @@ Frames, streams and the wait are native (``native/transport/tcp.cpp``). This fil
 (``transport.listener``), and reconnects when a connection is lost while the peer still runs.
 
 The owner's thread receives, inside ``wait`` and whenever ``post`` finds the send window full; the listener's thread
-accepts peers meanwhile. A message is handed to the kernel before ``post`` returns.
+accepts peers. ``post`` returns once the kernel has the whole message.
 """
 
 import enum
@@ -30,16 +30,14 @@ from lamina.transport.listener import HANDSHAKE_S, LOOPBACK, RETRY_S, Admit, Des
 
 logger = logging.getLogger(__name__)
 
-ATTEMPT_S = 1.0  # for one attempt to reconnect
-MIN_ATTEMPT_S = 0.1  # even when a wait has no time left, to learn whether the peer still listens
+ATTEMPT_S = 1.0  # most time of one attempt to reconnect
+MIN_ATTEMPT_S = 0.1  # least time of an attempt, even if a wait has none left
 
 _REQUEST = struct.Struct("<QQB?")  # stream, identity of the sender, purpose, whether TLS follows
 _ANSWER = struct.Struct("<Q")  # position in the stream of the next byte that the receiver needs
 
 
 class _Purpose(enum.IntEnum):
-    """What a connection is for."""
-
     RESUMED_STREAM = 0
     STREAM = 1
     FETCHES = 2
@@ -69,12 +67,11 @@ class _Own(ListeningOwn):
 
 
 class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
-    """One worker's end of the data plane over TCP; without a host it listens on the loopback address only.
+    """One worker's end of the data plane over TCP. Without a host, it listens on the loopback address only.
 
-    Bytes lost with a connection are sent again while this endpoint waits, or sends to that peer.
-
-    With ``tls``, everything after the handshake is encrypted with a key derived from the cluster secret, and peers
-    without TLS are rejected.
+    Bytes lost with a connection are sent again while this endpoint waits, or sends to the same peer. With ``tls``, all
+    bytes after the handshake are encrypted with a key derived from the cluster secret, and peers without TLS are
+    rejected.
     """
 
     transport = "tcp"
@@ -113,7 +110,7 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
 
     def disconnect_for_good(self, peer: Peer) -> None:
         known = self._connected(peer)
-        self._registered().streams.cut(known.sender)  # what has not been read of its streams never arrives
+        self._registered().streams.cut(known.sender)  # drops bytes of its streams that have not been read
         del self._peers[id(known)]
 
     def write(self, peer: Peer, offset: int, data: Part) -> None:
@@ -201,13 +198,13 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         return None
 
     def _lose(self, peer: TcpPeer, reason: str) -> None:
-        """Mark a peer as lost. Native code first delivers what it sent before, then calls ``_reconnect`` again."""
+        """Mark a peer as lost. Native code first delivers what the peer has sent, then calls ``_reconnect`` again."""
         peer.lost = reason
         peer.sender.lose()
 
 
 class _Opener:
-    """Makes native connections of connected sockets: plain, or with TLS if there is a key."""
+    """Converts connected sockets to native connections, with TLS if there is a key."""
 
     def __init__(self, key: bytes | None) -> None:
         self._key = key

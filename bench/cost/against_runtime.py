@@ -4,15 +4,14 @@
     python -m bench.cost.against_runtime machine.toml [--load 0.8] [--lanes 1] [--rounds 3] [--json FILE]
 
 Requests with prompts of 16 to 384 tokens and outputs of 16 to 96 arrive at random on one compute worker and two memory
-workers, each pool on its half of the cores. Half of the prompts begin as some others do, and find that in the prefix
-cache, if it is still there. The memory workers hold so little KV that requests are preempted now and then. The
-simulator has the profile of this machine and the same slots, lanes and limits; nothing is fitted to what is measured
-here. The profile is of one memory worker with that half of the cores; each of two is simulated at half of its speed.
-``--load`` is the share of the throughput that the simulator reaches when all requests arrive at once.
+workers, each pool on half of the cores. Half of the prompts share a prefix with others. The memory workers have so
+little KV that some requests are preempted. The simulator uses the profile of this machine and the same slots, lanes and
+limits; nothing is fitted to this measurement. The profile is of one memory worker with half of the cores; each of the
+two is simulated at half of its speed. ``--load`` is the share of the throughput that the simulator reaches when all
+requests arrive at once.
 
-Target: a median error of 10%. A profile whose slices take another time now is refused: kernels have changed since it
-was measured. Other processes make the runtime slower than the simulator says; they are counted, while the profile was
-measured and now, and the comparison is then called invalid. Exit status: 1 if it is refused or invalid.
+Target: a median error of 10%. The comparison is refused if slices now take another time than in the profile, and is
+invalid if other processes disturbed the profile or this run. Exit status: 1 if it is refused or invalid.
 """
 
 import argparse
@@ -64,7 +63,7 @@ TIMEOUT_S = 300.0
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Of one run: output tokens per second of the whole run, latencies in seconds, and counts."""
+    """One run: output tokens per second of the whole run, latencies in seconds, and counts."""
 
     tokens_s: float
     ttft_p50_s: float
@@ -105,19 +104,18 @@ def arrivals(requests: int, rate: float) -> Arrivals:
 
 
 def token_ids(content: Content) -> list[int]:
-    """A prompt that says this: equal runs at the same place are the same tokens."""
+    """Return token ids of a prompt: equal runs at the same position have the same tokens."""
     names = [name for name, tokens in content for _ in range(tokens)]
     return [7 + (37 * name + place) % 900 for place, name in enumerate(names)]
 
 
 def slots(offered: Arrivals) -> int:
-    """KV slots of each memory worker."""
     held = offered.prompt + offered.output
     return int(max(held.max() * 1.2, AT_ONCE * held.mean() / MEMORY_WORKERS))
 
 
 def require_current(store: ProfileStore) -> None:
-    """Raises SystemExit if the profile is no longer of what runs here; says so if a busy machine hides that."""
+    """Raise SystemExit if the profile is out of date; warn if a busy machine prevents the check."""
     watch = Watch()
     drift = profile.drift(store, "cpu")
     print(f"slices take {1 + drift:.2f} of the time they took when the profile was measured")
@@ -133,7 +131,6 @@ def require_current(store: ProfileStore) -> None:
 
 
 def simulated(file: Path, shape: ModelShape, offered: Arrivals, capacity: int, lanes: int) -> Result:
-    """The run under a virtual clock."""
     entry = hardware.load(file)["cpu"]
     nbytes = (capacity + 0.5) * shape.kv_bytes_per_token / MEMORY_SHARE_USABLE
     deployment = Deployment(
@@ -151,7 +148,6 @@ def simulated(file: Path, shape: ModelShape, offered: Arrivals, capacity: int, l
 
 
 def of_simulation(result: Result) -> Figures:
-    """The figures of a simulation."""
     ttft, tbt = result.ttft_s, result.tbt_s
     return Figures(
         result.tokens_s,
@@ -167,7 +163,7 @@ def of_simulation(result: Result) -> Figures:
 
 
 def measured(engine: Engine, offered: Arrivals, salt: str) -> Figures:
-    """The same requests on the runtime, each submitted when it arrives. ``salt``: runs find nothing of each other."""
+    """Run the requests on the runtime. ``salt``: keeps runs from sharing cached prefixes."""
     drawn: list[list[float]] = [[] for _ in range(len(offered))]
     left, ended, before = set(range(len(offered))), threading.Event(), engine.stats()
     failures = Failures()
@@ -211,7 +207,6 @@ def measured(engine: Engine, offered: Arrivals, salt: str) -> Figures:
 
 
 def on_runtime(path: Path, offered: Arrivals, capacity: int, lanes: int, rounds: int) -> Figures:
-    """Medians of several runs, after a short one."""
     nbytes = capacity * model_shapes.find(str(path)).kv_bytes_per_token
     compute, memory = (",".join(map(str, cores)) for cores in profile.halves())
     config = EngineConfig(
@@ -234,13 +229,11 @@ def on_runtime(path: Path, offered: Arrivals, capacity: int, lanes: int, rounds:
 
 
 def errors(ours: Figures, real: Figures) -> dict[str, float]:
-    """Relative error of every figure but the counts."""
     names = [field.name for field in dataclasses.fields(Figures) if field.name.endswith("_s")]
     return {name: getattr(ours, name) / getattr(real, name) - 1 for name in names}
 
 
 def table(title: str, ours: Figures, real: Figures) -> Table:
-    """Both side by side."""
     made = Table("", title=title)
     for heading in ("runtime", "simulated", "error"):
         made.add_column(heading, justify="right")
@@ -255,7 +248,6 @@ def table(title: str, ours: Figures, real: Figures) -> Table:
 
 
 def main() -> None:
-    """Run both and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hardware", type=Path, help="what lamina plan --measure wrote")
     parser.add_argument("--requests", type=int, default=64)

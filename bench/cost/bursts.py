@@ -1,9 +1,9 @@
-"""A burst of long contexts: memory workers, which load nothing, against replicas, which load weights.
+"""Cost of a burst of long contexts: adding memory workers, which load no weights, against adding replicas.
 
-By closed form, for decoding alone: one replica's batch of sequences, and ``PEAK`` times as many in a burst. One
-system adds replicas, the other memory workers to compute workers that were sized for the peak. A device is paid from
-the moment it is requested until the burst has been served; it takes ``delay`` until it answers, the same for both, and
-a replica then loads its weights. The burst waits meanwhile, so it ends as much later, and all that time is paid for.
+By closed form, for decoding alone: one replica's batch of sequences, and ``PEAK`` times as many in a burst. One system
+adds replicas, the other adds memory workers to compute workers that were sized for the peak. A device is paid for from
+its request until the burst has been served. It becomes available after ``delay``; a replica then loads its weights.
+The burst waits meanwhile and ends later, which is paid for too.
 """
 
 from collections.abc import Mapping
@@ -34,14 +34,13 @@ MOST_GROUPS, MOST_MEMORY = 4, 48
 
 @dataclass(frozen=True)
 class Elastic:
-    """Dollars an hour of the devices that stay, and of those that a burst adds; seconds that these load before use."""
+    """Dollars per hour of permanent devices (``kept``) and of devices added for a burst; load time of the latter."""
 
     kept: float
     added: float
     load_s: float = 0.0
 
     def usd(self, burst_s: float, delay_s: float) -> float:
-        """Of a period with one burst."""
         return (self.kept * PERIOD_S + self.added * (delay_s + self.load_s + burst_s)) / 3600
 
 

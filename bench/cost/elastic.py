@@ -1,8 +1,8 @@
-"""LoongServe's elastic sequence parallelism in the cost model: what it costs to change the degree (Figure 14).
+"""LoongServe's elastic sequence parallelism in the cost model: the cost of changing the degree (Figure 14).
 
-An instance is a tensor-parallel group. Prompts are spread over ``degree`` instances; so is the KV of sequences that
-decode, and each instance is the master of an equal share of these: it computes their slices, sends their queries to the
-other instances, and merges what comes back.
+An instance is a tensor-parallel group. Prompts, and the KV of decoding sequences, are spread over ``degree`` instances.
+Each instance is the master of an equal share of the sequences: it computes their slices, sends their queries to the
+other instances, and merges the partials.
 """
 
 import math
@@ -24,9 +24,9 @@ BATCHES = (1, 4, 16, 64, 256, 1024)
 
 
 def scaling_down(model: CostModel, prompt: int, tensor_parallel: int, degree: int, left: int = 1) -> float:
-    """By how much a prefill on ``degree`` instances is longer if ``left`` of them keep all of its KV, as a share.
+    """Return the relative slowdown of a prefill on ``degree`` instances if ``left`` of them store all of its KV.
 
-    Keys and values pass every instance anyway; those that stay write more of them.
+    Keys and values pass every instance anyway; the instances that store them write more.
     """
     written = prompt * model.shape.kv_bytes_per_token / tensor_parallel / model.hardware.memory_bytes_s
     added = written * (1 / left - 1 / degree)
@@ -44,7 +44,6 @@ def iteration(model: CostModel, batch: int, context: int, tensor_parallel: int, 
 
 
 def scaling(published: Mapping[str, Any], catalogue: Catalogue) -> Section:
-    """Scaling down after prompts, and up while decoding."""
     section = Section("LoongServe, Figure 14: what scaling costs", published["paper"])
     model = cost_model(model_shapes.find(published["model"]), catalogue[published["kind"]])
     own, table = published["tensor_parallel"], published["figure_14"]

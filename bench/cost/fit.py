@@ -3,9 +3,9 @@
     python -m bench.cost.fit bench/cost/measurements
 
 fits every part to the files named in ``parts`` and rewrites ``fits.json`` in the package (``--output FILE``: another
-file). Needs scipy, which nothing else does. The other files in that directory are for testing (``bench.cost.validate``)
-and are never read here. ``--cross-validate`` writes nothing: it fits parts without some of the data, or
-to one device, and prints the errors on what was left out.
+file). Needs scipy. The directory's other files are test data (``bench.cost.validate``) and are never read here.
+``--cross-validate`` writes nothing: it fits parts without some of the data, or to one device, and prints the errors on
+the data left out.
 
 The parameters minimise a robust (soft L1) loss of predicted / measured - 1, the error that is reported, so that
 outliers, for which the library chose an unusual kernel, have little influence.
@@ -110,12 +110,14 @@ class Part:
     """One fit to make.
 
     Attributes:
-        name, kind, source: under which it is stored, and the file that it is fitted to.
-        start: the first guess, a dataclass of parameters.
-        held: those that are not fitted, besides any that are 0.
-        predict: seconds of every measurement for such parameters.
-        seconds: as measured.
-        weights: of the residuals.
+        name: Name of the stored fit.
+        kind: Kind of the stored fit.
+        source: File that it is fitted to.
+        start: First guess, a dataclass of parameters.
+        predict: Returns the predicted seconds of every measurement.
+        seconds: Measured seconds.
+        weights: Weights of the residuals.
+        held: Parameters that are not fitted, besides parameters that are 0.
     """
 
     name: str
@@ -128,7 +130,6 @@ class Part:
     held: tuple[str, ...] = ()
 
     def errors(self, fitted: Any) -> Floats:
-        """Predicted / measured - 1 of every measurement."""
         return np.asarray(self.predict(fitted) / self.seconds - 1)
 
 
@@ -187,7 +188,7 @@ def operators(series: list[Series], name: str, start: Any, kind: str = KIND) -> 
 
 
 def _only(name: str, fitted: Any) -> Fits:
-    """Fits of which only one part is used."""
+    """Return fits with one fitted part; the others are not used."""
     parts: dict[str, Any] = {**dict.fromkeys(Fits.__dataclass_fields__), name: fitted}
     return Fits(**parts)
 
@@ -198,12 +199,11 @@ def _by_band(rows: Floats) -> Floats:
 
 
 def with_layers(part: Part, products: list[Series], others: list[Series], pointwise: PointwiseFit) -> Part:
-    """``part``, of matrix products, with the sums over a layer as further measurements, and their mean error in each of
-    the DECODING bands as one more.
+    """Add to a part of matrix products: the sums over layers, and the mean error of the sums in each DECODING band.
 
-    A sum counts as much as all products of its layer: errors of single products, mostly the library's choice of a
-    kernel, differ in sign and size, and what plans use is the sum, whose bias they would leave. A band's mean error
-    counts as much as all of its sums: the robust loss alone would leave a bias.
+    A sum weighs as much as all products of its layer, since plans use the sum, and errors of single products, mostly
+    caused by the library's choice of kernels, would bias it. A band's mean error weighs as much as all of its sums,
+    since the robust loss alone would leave a bias.
     """
     first = products[0]
     device = CostModel(MODEL, _CATALOGUE[part.kind], _only("pointwise", pointwise))
@@ -230,7 +230,6 @@ def with_layers(part: Part, products: list[Series], others: list[Series], pointw
 
 
 def decoding(table: Table, kind: str) -> Part:
-    """Decode attention on one device."""
     device = _CATALOGUE[kind]
     nbytes, units = decode_work(table)
     return Part(
@@ -246,7 +245,6 @@ def decoding(table: Table, kind: str) -> Part:
 
 
 def prefilling(table: Table, kind: str) -> Part:
-    """Attention of prompt chunks on one device."""
     device = _CATALOGUE[kind]
     return Part(
         name="prefill",
@@ -261,7 +259,6 @@ def prefilling(table: Table, kind: str) -> Part:
 
 
 def reducing(times: Reduction, name: str, kind: str, start: Any) -> Part:
-    """Return all-reduces on one device."""
     link = _CATALOGUE[kind].link_bytes_s
     return Part(
         name=name,
@@ -309,7 +306,6 @@ _DEVICES = (("a100", KIND), ("h100", HOPPER))
 
 
 def fit_all(directory: Path) -> Iterator[Fit]:
-    """Fit every part of the cost model to the files in ``directory``."""
     for part in parts(directory):
         fitted = fit_part(part)
         errors = np.abs(part.errors(fitted))
@@ -388,7 +384,6 @@ def _products(mlp: Path) -> Iterator[tuple[str, Floats]]:
 
 
 def main() -> None:
-    """Fit, write the fits, and print parameters and errors."""
     parser = argparse.ArgumentParser(description="Fit the cost model and write its parameters.")
     parser.add_argument("measurements", type=Path, help="directory with the measured CSV files")
     parser.add_argument("--output", type=Path, default=PACKAGED, help="JSON file to write")

@@ -21,8 +21,8 @@ GROUPS = (1, 2, 4)
 
 
 def chunk_times(model: CostModel, prompt: int, chunk: int, groups: int) -> Floats:
-    """Seconds of each chunk of a prompt on all stages: its prefix is divided over ``groups``, to which queries and
-    answers of every layer travel if there are several."""
+    """Return seconds of each chunk of a prompt on all stages, with its prefix divided over ``groups``; with several
+    groups, queries and partials of every layer are sent between them."""
     shape = model.shape
     starts = np.arange(0, prompt, chunk, dtype=np.float64)
     sizes = np.minimum(chunk, prompt - starts)
@@ -33,14 +33,14 @@ def chunk_times(model: CostModel, prompt: int, chunk: int, groups: int) -> Float
 
 
 def first_and_between(model: CostModel, prompt: int, chunk: int, groups: int) -> tuple[float, float]:
-    """Seconds to the first token, with chunks in flight on all stages; and between those of a sequence that decodes
-    behind the longest chunk, the last whole one, which passes all stages before the next token."""
+    """Return the TTFT with chunks in flight on all stages, and the TBT of a sequence that decodes behind the longest
+    chunk (the last full one), which passes all stages before the next token."""
     times = chunk_times(model, prompt, chunk, groups)
     return float(times.sum() / STAGES + times[0] * (STAGES - 1) / STAGES), float(times.max())
 
 
 def helped(model: CostModel) -> tuple[int, int]:
-    """In how many of all steps from one number of groups to the next both times fall; over all prompts and chunks."""
+    """Count the steps from one number of groups to the next in which both times fall; return (count, all steps)."""
     pairs = [
         (first_and_between(model, prompt, chunk, few), first_and_between(model, prompt, chunk, many))
         for prompt in PROMPTS

@@ -39,7 +39,6 @@ RENTS = prices.load("paper")
 
 
 def cost_model(shape: ModelShape, device: hardware.Hardware) -> CostModel:
-    """The model's costs on one kind."""
     return CostModel(shape, device, Fits.load(device))
 
 
@@ -66,13 +65,11 @@ class Layout:
 
 
 def planner(shape: ModelShape, layout: Layout, served: workload.Workload, market: prices.Prices = PAPER) -> Planner:
-    """A planner for the kinds of one layout."""
     costs = {device.kind: cost_model(shape, device) for device in (layout.compute, layout.memory)}
     return Planner(shape, served, costs, market, NO_LIMITS)
 
 
 def table_1(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Section:
-    """Prices of memory."""
     section = Section("Lamina, Table 1: what memory costs", published["paper"])
     table = published["table_1"]
     rows = []

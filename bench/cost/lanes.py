@@ -1,4 +1,4 @@
-"""The choice of lanes against the best arrangement that settings can give: simulated seconds over a grid of workloads.
+"""Compares the automatic choice of lanes with the best fixed setting: simulated seconds over a grid of workloads.
 
 python -m bench.cost.lanes                    # prints a row for each cell and the worst ratio; some minutes
 python -m bench.cost.lanes --workload mixed --replicas 2
@@ -54,7 +54,7 @@ WORKLOADS = ("prompts", "short prompts", "decode", "few", "mixed", "long", "shor
 
 
 def settings(replicas: int) -> Iterator[Setting]:
-    """What `--lanes` and `--pipelining` may be given, that could pay."""
+    """Yield the values of `--lanes` and `--pipelining` to compare."""
     for each in (1, 2, 3, 4):
         yield each * replicas, "fixed"
     if replicas > 1:
@@ -62,7 +62,6 @@ def settings(replicas: int) -> Iterator[Setting]:
 
 
 def seconds(arrivals: Arrivals, replicas: int, memories: int, setting: Setting) -> float:
-    """Until the last request has ended, in virtual time."""
     lanes, pipelining = setting
     catalogue = hardware.load()
     deployment = Deployment(

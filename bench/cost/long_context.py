@@ -46,7 +46,6 @@ class Pair:
 
     @property
     def total(self) -> float:
-        """Of both."""
         return self.debtor + self.creditor
 
 
@@ -55,11 +54,11 @@ CREDITOR_LOAD = 0.5
 
 
 def debtor_and_creditor(model: CostModel, short: int, points: int = 60) -> list[Pair]:
-    """Equations 5 to 7 of the paper on two devices that each hold the weights.
+    """Evaluate equations 5 to 7 of the paper on two devices that each hold the weights.
 
-    The debtor holds one long request that fills its slots; what it moves makes room for requests of ``short`` tokens,
-    always enough of them waiting. The creditor attends to what it holds of the long one, and gives up own requests
-    when it has no other room.
+    The debtor has one long request that fills its slots. Moving its tokens to the creditor frees slots for requests of
+    ``short`` tokens, of which enough wait. The creditor attends to the moved tokens, and runs fewer requests of its own
+    once its slots are full.
     """
     layers = model.shape.layers
     slots = int((model.usable_bytes - model.shape.weight_bytes) / model.shape.kv_bytes_per_token)
@@ -79,7 +78,6 @@ def debtor_and_creditor(model: CostModel, short: int, points: int = 60) -> list[
 
 
 def figure_7(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Section:
-    """Throughput by how much of a long request has moved."""
     section = Section("Infinite-LLM, Figure 7: debtor and creditor", published["paper"])
     table = published["figure_7"]
     pairs = debtor_and_creditor(cost_model(model_shapes.find("Llama-2-7B"), catalogue["a100"]), table["short_request"])
@@ -239,7 +237,6 @@ class Servers:
 
 
 def mnemosyne(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Section:
-    """TTFT by pipeline stages, TBT by KV parallelism."""
     section = Section("Mnemosyne: TTFT and TBT of millions of tokens", published["paper"])
     device, million = catalogue[published["kind"]], 1_000_000
     small, large = (cost_model(model_shapes.find(name), device) for name in ("Llama-3-8B", "Llama-3-70B"))

@@ -19,12 +19,10 @@ CELLS = ((4096, 128, 0), (16384, 128, 0), (16384, 512, 0), (1024, 512, 922))
 
 
 def gain(cell: Cell) -> str:
-    """Of two kinds over one."""
     return f"{cell.gain:+.0%}" if cell.gain is not None else "not to be compared"
 
 
 def main() -> None:
-    """Print a line for every cell."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cell", type=int, nargs=3, action="append", metavar=("PROMPT", "OUTPUT", "SHARED"))
     chosen = parser.parse_args().cell or CELLS

@@ -1,4 +1,4 @@
-"""What the papers report of mechanisms: beside ours where the cost model has them, else what is missing for it."""
+"""Compares mechanisms that papers report with the cost model, and lists the mechanisms that it lacks."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -378,8 +378,8 @@ def _attention(published: Mapping[str, Any], a100: hardware.Hardware, h100: hard
 
 
 def _migration(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Comparison]:
-    """A sequence that outgrows its worker goes on on another one; or all of it goes to a larger instance, which must
-    load the weights and compute the KV again."""
+    """Compare a sequence that continues on another worker when it outgrows its own with its migration to a larger
+    instance, which must load the weights and compute the KV again."""
     setup = published["live_migration"]
     model, prompt = cost_model(model_shapes.find(setup["model"]), a100), setup["prompt"]
     moving_s = model.shape.weight_bytes / 2 / LOAD_BYTES_S + model.prefill_seconds(prompt, 4096, 2)
@@ -407,7 +407,7 @@ def _by_heads(model: CostModel, context: int, devices: int) -> float:
 
 
 def _by_tokens(model: CostModel, context: int, parts: int, tensor_parallel: int) -> float:
-    """The same with tokens divided over groups that divide the heads: a query there, its output back."""
+    """Return seconds of ``_by_heads`` with tokens divided over groups that divide the heads, with messages."""
     shape = model.shape
     query = shape.query_heads * shape.head_size * shape.dtype.itemsize / tensor_parallel
     read = float(model.attention_seconds(context / parts, 1, 1 / tensor_parallel))

@@ -59,11 +59,9 @@ class Section:
     data: dict[str, object] = field(default_factory=dict)
 
     def text(self, paragraph: str) -> None:
-        """Add a paragraph."""
         self.parts.append(f"<p>{escape(paragraph)}</p>")
 
     def table(self, caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Add a table of text; all columns but the first are set to the right unless they hold sentences."""
         columns = zip(head, *(kept := list(rows)), strict=True)
         kinds = [" class=prose" if any(len(value) > _SENTENCE for value in column) else "" for column in columns]
 
@@ -78,7 +76,6 @@ class Section:
         )
 
     def compare(self, caption: str, rows: Sequence[Comparison]) -> None:
-        """Add published numbers beside ours."""
         self.table(
             caption,
             ("quantity", "unit", "published", "ours", "ratio", "where they differ", "published in"),
@@ -133,7 +130,6 @@ def show(number: Number) -> str:
 
 
 def html(title: str, introduction: Sequence[str], sections: Sequence[Section]) -> str:
-    """The whole page."""
     links = "".join(f'<li><a href="#s{i}">{escape(one.title)}</a></li>' for i, one in enumerate(sections))
     bodies = "".join(
         f'<section id="s{i}"><h2>{escape(one.title)}</h2><p class=paper>{escape(one.paper)}</p>{"".join(one.parts)}'

@@ -1,9 +1,9 @@
-"""Copies of a model that lend each other KV memory (Infinite-LLM, DistKV-LLM), played by the simulator's own engines.
+"""Simulates copies of a model that lend each other KV memory (Infinite-LLM, DistKV-LLM).
 
-A ``Lender`` is one copy of the weights. When its own blocks are used up, its sequences grow into blocks that other
-copies have free, and those attend to what lies there. Otherwise it is the baseline ``Instance``: whole prompts first,
-paged KV, continuous batching. Now and then, the runtime's own policies of balance (``lamina.kv.policies``) say
-which KV should move. Prompts are computed where the request is. Moving K and V is free: they travel beside later steps.
+A ``Lender`` is one copy of the weights. When its own blocks are used up, its sequences use free blocks of other copies,
+which run the attention over them. Otherwise it is the baseline ``Instance``: whole prompts first, paged KV, continuous
+batching. The runtime's own balancing policies (``lamina.kv.balancing``) periodically select KV to move. A request's own
+copy computes its prompt. Moves take no time, since they overlap with later steps.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lamina.kv.policies import ByDebt, Held, Load, Policy, View, Wish
+from lamina.kv.balancing import ByDebt, Held, Load, Policy, Proposal, View
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.simulate import Arrivals, Deployment, State, System
@@ -30,13 +30,14 @@ LOOK_S = 1.0
 
 
 class Lender(Instance):
-    """An engine whose sequences may also use blocks of others.
+    """An engine whose sequences may also use blocks of other engines.
 
     Attributes:
-        free: its own blocks that nobody uses. others: engines to borrow from.
-        away: blocks of a running sequence that lie elsewhere, by where.
-        step_s: seconds of the last step if it decoded, for which others attended to what they lend; else 0.
-        stuck: the first waiting request if it found no room: later ones, of all engines, wait behind it.
+        free: Its own unused blocks.
+        others: Engines to borrow from.
+        away: By running sequence, the number of blocks on each other engine.
+        step_s: Seconds of the last step if it decoded, else 0.
+        stuck: The first waiting request if it does not fit; later requests of all engines then wait too.
     """
 
     def __init__(self, cost: CostModel, tensor_parallel: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -52,7 +53,7 @@ class Lender(Instance):
 
     @property
     def left(self) -> int:
-        """Blocks here and elsewhere that sequences of this engine may take."""
+        """Blocks of all engines that sequences of this engine may allocate."""
         return self.free + sum(one.spare for one in self.others)
 
     @property
@@ -61,7 +62,7 @@ class Lender(Instance):
         return max(0, self.free - self._watermark)
 
     def grow(self, sequence: Running, blocks: int) -> None:
-        """Own blocks first, then those of whoever has most."""
+        """Allocate own blocks first, then blocks of the engines with most spare blocks."""
         sequence.blocks += blocks
         own = min(blocks, self.free)
         self.free -= own
@@ -72,8 +73,7 @@ class Lender(Instance):
             blocks -= taken
             self.away.setdefault(sequence, Counter())[lender] += taken
 
-    def let_go(self, sequence: Running) -> None:
-        """Every engine gets back its blocks."""
+    def free_blocks(self, sequence: Running) -> None:
         away = self.away.pop(sequence, Counter[Lender]())
         for lender, blocks in away.items():
             lender.free += blocks
@@ -81,7 +81,7 @@ class Lender(Instance):
         sequence.blocks = 0
 
     def move(self, sequence: Running, source: "Lender", target: "Lender", blocks: int) -> None:
-        """At most so many blocks of a sequence go from one engine to another, as far as there is room."""
+        """Move at most ``blocks`` blocks of a sequence from one engine to another with free blocks."""
         away = self.away.setdefault(sequence, Counter())
         held = sequence.blocks - away.total() if source is self else away[source]
         blocks = min(blocks, held, target.free)
@@ -96,14 +96,13 @@ class Lender(Instance):
         return sum(away[lender] for away in self.away.values())
 
     def plan(self) -> Batch | None:
-        """The next step."""
         batch = super().plan()
         room = super()._next_has_room()
         self.stuck = self.waiting[0] if self.waiting and not room else None
         return batch
 
     def _next_has_room(self) -> bool:
-        """Long requests would wait for ever if shorter ones took all that becomes free."""
+        """Also return False if an earlier request of another engine does not fit, which would otherwise starve."""
         if any(one.stuck and one.stuck.index < self.waiting[0].index for one in self.others if self.waiting):
             return False
         return super()._next_has_room()
@@ -112,8 +111,11 @@ class Lender(Instance):
         return 1  # what it lends, and so how long a step takes, may change with every step
 
     def step_seconds(self, batch: Batch) -> float:
-        """A step: attention to KV elsewhere runs beside that to KV here. Copies that decode keep pace, and attend once
-        a step for each that borrows; beside a prompt, as often as these decode, for at most ``OUTPUT`` tokens."""
+        """Return seconds of a step, with attention for borrowers.
+
+        Attention on other engines overlaps with the engine's own. Decoding engines run in step and attend once per step
+        for each borrower; beside a prompt, as often as the borrowers decode, for ``OUTPUT`` tokens at most.
+        """
         seconds = super().step_seconds(batch)
         if batch.decoding:
             rows, tokens = len(batch.decoding), sum(one.cached + 1 for one in batch.decoding)
@@ -133,7 +135,7 @@ class Lender(Instance):
         return seconds + min(seconds * busy / (1 - busy), OUTPUT * sum(each.values()))
 
     def _for(self, debtor: "Lender") -> float:
-        """Seconds of attention here for a step of ``debtor``."""
+        """Return seconds of this engine's attention for a step of ``debtor``."""
         blocks = debtor.borrowed(self)
         return self.attention(BLOCK * blocks, 1) if blocks else 0.0
 
@@ -146,14 +148,14 @@ class Lender(Instance):
         return float(self._cost.pass_seconds(max(1.0, rows), self._tp))
 
     def _messages(self, rows: int) -> float:
-        """Queries of all layers there, and outputs back."""
+        """Return seconds to send queries of all layers to another engine, and outputs back."""
         shape = self._cost.shape
         nbytes = rows * shape.query_heads * shape.head_size * shape.dtype.itemsize / self._tp
         return 2 * shape.layers * float(self._cost.send_recv_seconds(nbytes))
 
 
 def view(lenders: Sequence[Lender]) -> View:
-    """What a policy of balance sees; engines are called by their numbers."""
+    """Return the view for a balancing policy; engines are named by their numbers."""
     names = {one: str(number) for number, one in enumerate(lenders)}
     tokens, held = dict.fromkeys(lenders, 0), []
     for home in lenders:
@@ -170,30 +172,29 @@ def view(lenders: Sequence[Lender]) -> View:
     return View(loads, held, lenders[0].dense)
 
 
-def follow(lenders: Sequence[Lender], wishes: Sequence[Wish]) -> None:
+def follow(lenders: Sequence[Lender], proposals: Sequence[Proposal]) -> None:
     """Move what a policy wants moved."""
-    for wish in wishes:
-        source, target = lenders[int(wish.source)], lenders[int(wish.targets[0])]
+    for proposal in proposals:
+        source, target = lenders[int(proposal.source)], lenders[int(proposal.targets[0])]
         for home in lenders:
             for sequence in home.running:
-                if str(sequence.index) == wish.request:
-                    home.move(sequence, source, target, wish.tokens // BLOCK)
+                if str(sequence.index) == proposal.request:
+                    home.move(sequence, source, target, proposal.tokens // BLOCK)
 
 
 class Recall:
-    """DistKV-LLM's clearing of debts (DGFM): of what the runtime's ledger wants moved, only what goes home."""
+    """DistKV-LLM's clearing of debts (DGFM): of the ledger policy's moves, only those to the home engine."""
 
     def __init__(self) -> None:
         self._ledger = ByDebt()
 
-    def wishes(self, view: View) -> list[Wish]:
-        """As ``Policy`` says."""
+    def propose(self, view: View) -> list[Proposal]:
         home = {one.request: one.home for one in view.held}
-        return [wish for wish in self._ledger.wishes(view) if wish.targets == (home[wish.request],)]
+        return [proposal for proposal in self._ledger.propose(view) if proposal.targets == (home[proposal.request],)]
 
 
 class Pooled(BaselineSimulation):
-    """Lenders that all lend to each other. ``policy`` says what moves between them; None: KV stays where it is."""
+    """Lenders that all lend to each other. ``policy`` selects moves; None: no KV moves."""
 
     policy: Policy | None = None
 
@@ -210,7 +211,7 @@ class Pooled(BaselineSimulation):
     def _end(self, instance: Instance, batch: Batch, seconds: float, now: float) -> None:
         if self.policy is not None and now >= self._look_s:
             self._look_s = now + LOOK_S
-            follow(self.lenders, self.policy.wishes(view(self.lenders)))
+            follow(self.lenders, self.policy.propose(view(self.lenders)))
         super()._end(instance, batch, seconds, now)
         for other in self._first:  # it may wait for what has just become free
             self._begin(other, now)
@@ -238,7 +239,7 @@ def ranges(normal: int, longest: int, share: float, requests: int, seed: int = 1
 
 
 def enough(deployment: Deployment, mean: float) -> int:
-    """How many requests of ``mean`` tokens keep all copies' memory full for long."""
+    """Return a number of requests of ``mean`` tokens that keeps all copies' memory full for long."""
     model = deployment.compute_cost
     free = deployment.tensor_parallel * model.usable_bytes - model.shape.weight_bytes
     held = deployment.replicas * free / model.shape.kv_bytes_per_token
@@ -246,7 +247,7 @@ def enough(deployment: Deployment, mean: float) -> int:
 
 
 def ends(deployment: Deployment, contexts: Ints, pooled: bool, policy: Policy | None = None) -> Floats:
-    """When requests that come at once end, in order."""
+    """Return the end times of requests that all arrive at once, in order."""
     output = np.minimum(OUTPUT, contexts // 2)
     arrivals = Arrivals(np.zeros(len(contexts)), contexts - output, output)
     run = (Pooled if pooled else BaselineSimulation)(System.TENSOR_PARALLEL, deployment, arrivals, ())

@@ -1,4 +1,4 @@
-"""What the papers print (``published.toml``) and how a number of ours is set beside it."""
+"""Published numbers of the papers (``published.toml``), and their comparison with numbers of this repository."""
 
 import tomllib
 from dataclasses import dataclass
@@ -13,17 +13,20 @@ Number = float | tuple[float, float]
 
 
 def load() -> dict[str, Any]:
-    """The published numbers by paper."""
     return tomllib.loads(FILE.read_text())
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One published number, or band, beside ours, or the band of ours.
+    """One published number, or band, beside ours.
 
     Attributes:
-        what: the quantity. unit: of both. source: where the paper prints it.
-        why: one sentence, shown where the two differ.
+        what: The quantity.
+        unit: Unit of both numbers.
+        source: Where the paper prints the number.
+        published: The published number or band.
+        ours: Our number or band.
+        why: One sentence, shown where the two differ.
     """
 
     what: str
@@ -35,8 +38,11 @@ class Comparison:
 
     @property
     def ratio(self) -> str:
-        """Ours over the published one, of bands at both ends; "inside", or over the nearest end, for one number
-        beside a published band; of percentages, which may be negative, the difference."""
+        """Ours over the published number; for bands, at both ends.
+
+        For one number beside a published band: "inside", or the ratio to the nearest end. For percentages: the
+        difference.
+        """
         if self.unit == "%":
             theirs, own = (one if isinstance(one, tuple) else (one, one) for one in (self.published, self.ours))
             points = [f"{ours - published:+.0f}" for published, ours in zip(theirs, own, strict=True)]
@@ -53,8 +59,10 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """The same within ``SAME``, percentages also within a point; of two bands both ends. One number of ours
-        also agrees if it is inside the published band."""
+        """Whether the numbers are equal within ``SAME``, or percentages within a point; of two bands, at both ends.
+
+        One number also agrees if it is inside the published band.
+        """
         ends = self.ours if isinstance(self.ours, tuple) else (self.ours, self.ours)
         if isinstance(self.published, tuple):
             low, high = self.published

@@ -71,11 +71,10 @@ class Reduction:
 
     @property
     def usual(self) -> NDArray[np.bool_]:
-        """Which are of sizes within USUAL_BYTES."""
+        """Mask of the measurements with sizes within USUAL_BYTES."""
         return np.asarray((self.sizes >= USUAL_BYTES[0]) & (self.sizes <= USUAL_BYTES[1]))
 
     def where(self, kept: NDArray[np.bool_]) -> "Reduction":
-        """Some of the measurements."""
         return Reduction(self.file, self.sizes[kept], self.devices[kept], self.seconds[kept])
 
     def by_devices(self, predict: Callable[[Floats, int], Floats]) -> Floats:

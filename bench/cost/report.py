@@ -38,7 +38,6 @@ INTRODUCTION = (
 
 
 def sections(catalogue: hardware.Catalogue) -> list[Section]:
-    """The report's sections in order."""
     papers = published.load()
     first, infinite = papers["lamina"], papers["infinite_llm"]
     return [
@@ -61,7 +60,6 @@ def sections(catalogue: hardware.Catalogue) -> list[Section]:
 
 
 def main() -> None:
-    """Write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("lamina-cost.html"), help="the report")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")

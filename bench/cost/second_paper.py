@@ -106,7 +106,7 @@ MOST_H20 = 8
 
 
 def _ratio(section: Section, published: Mapping[str, Any], catalogue: hardware.Catalogue) -> None:
-    """How many H20 the planner puts beside two H100 for Llama-3-70B, and what twice as many would bring."""
+    """Add the planner's number of H20 beside two H100 for Llama-3-70B, and the gain by twice as many."""
     pair = published["pairs"][-1]
     shape, h100, h20 = model_shapes.find(pair["model"]), catalogue["h100"], catalogue["h20"]
     rows = []
@@ -153,7 +153,7 @@ SIMULATED = 256
 
 
 def _simulate(section: Section, published: Mapping[str, Any], catalogue: hardware.Catalogue) -> None:
-    """The same devices in the simulator, prompts included: the paper measures decoding alone."""
+    """Add a simulation of the same devices with prompts; the paper measures decoding alone."""
     rows, gains = [], {}
     for pair, trace in product(published["pairs"], published["traces"]):
         prompt, output = (np.full(SIMULATED, round(trace[part])) for part in ("prompt", "output"))
@@ -188,7 +188,6 @@ def _simulate(section: Section, published: Mapping[str, Any], catalogue: hardwar
 
 
 def _best(layout: Layout, shape: model_shapes.ModelShape, traffic: workload.Workload) -> Plan:
-    """The better partition and number of lanes on these devices."""
     offloading = planner(shape, layout, traffic, RENTS)
     plans = [
         found

@@ -1,4 +1,4 @@
-"""How fast `lamina simulate` is, and what the engine's decisions cost as the cluster grows. CPU seconds of one core.
+"""Measures `lamina simulate`, and the engine's decisions as the cluster grows, in CPU seconds of one core.
 
 The load is ``LOAD`` times the saturation throughput, which is measured first by overloading one cluster.
 
@@ -83,7 +83,6 @@ def measure(pools: Deployment, arrivals: Arrivals) -> dict[str, Any]:
 
 
 def decisions(result: Result) -> dict[str, Any]:
-    """What the engine's decisions cost: scheduling and placement alone."""
     spent = result.decisions
     assert spent is not None
     return {
@@ -106,7 +105,6 @@ def show(row: dict[str, Any]) -> None:
 
 
 def keep(name: str, measured: object) -> None:
-    """Put a result into the file beside those of other runs."""
     results = json.loads(FILE.read_text()) if FILE.exists() else {}
     FILE.write_text(json.dumps({**results, name: measured}, indent=2) + "\n")
 

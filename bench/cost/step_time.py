@@ -43,12 +43,10 @@ class Cell:
 
     @property
     def error(self) -> float:
-        """Relative, of the prediction."""
         return self.predicted_ms / self.measured_ms - 1
 
 
 def predicted_s(model: CostModel, run: Run) -> float:
-    """Seconds between tokens by the planner's formula."""
     lanes = min(run.lanes, run.batch)
     pools = Way(compute=model.hardware, compute_workers=1, memory=model.hardware, memory_workers=1, lanes=lanes)
     served = workload.of_context(max(1, round(run.live)))
@@ -57,7 +55,6 @@ def predicted_s(model: CostModel, run: Run) -> float:
 
 
 def main() -> None:
-    """Measure the grid, print it beside the predictions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hardware", type=Path, help="what lamina plan --measure wrote")
     parser.add_argument("--lanes", type=int, nargs="+", default=[1, 2])

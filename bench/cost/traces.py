@@ -66,14 +66,13 @@ def outputs(count: int, random: np.random.Generator) -> Floats:
 
 
 def reasoning(count: int, rate: float, seed: int = 0) -> list[TracedRequest]:
-    """Requests at ``rate`` a second, at random."""
     random = np.random.default_rng(seed)
     times, lengths = np.cumsum(random.exponential(1 / rate, count)), outputs(count, random)
     return [TracedRequest(float(at), PROMPT, int(length)) for at, length in zip(times, lengths, strict=True)]
 
 
 def bursts(count: int, rate: float, seed: int = 0) -> list[TracedRequest]:
-    """The same, with long contexts at the same rate besides, in the first ``BURST_S`` of every period."""
+    """Return ``reasoning`` requests, plus long contexts at the same rate in the first ``BURST_S`` of every period."""
     short = reasoning(count, rate, seed)
     long = [
         TracedRequest(one.arrival_s, BURST_CONTEXT, one.output)
@@ -119,14 +118,12 @@ TRACES = {"reasoning": reasoning, "bursts": bursts, "documents": documents, "age
 
 
 def row(one: TracedRequest) -> dict[str, Any]:
-    """A request as a line of the file."""
     lengths = {"timestamp": round(1e3 * one.arrival_s), "input_length": one.prompt, "output_length": one.output}
     content = {"content": one.content} if one.content else {}
     return lengths | content | ({"answer": one.answer} if one.answer is not None else {})
 
 
 def main() -> None:
-    """Write a trace."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", choices=TRACES)
     parser.add_argument("--out", type=Path, required=True)

@@ -173,7 +173,6 @@ def show(file: Path, model: str | None, kind: str) -> None:
 
 
 def main() -> None:
-    """Parse the command line and print the table."""
     parser = argparse.ArgumentParser(description="Print the cost model's errors against measurements of kernels.")
     parser.add_argument("file", type=Path, help="a CSV in a format of bench/cost/measurements")
     parser.add_argument("--kind", required=True, help="the hardware that was measured")

@@ -102,7 +102,7 @@ GROUPED = {
 def attend_programs(
     title: str, spec: AttentionSpec, element: KvElement, capability: int
 ) -> Iterator[tuple[str, Program]]:
-    """Decode with appending, and prompt chunks, as a device that nobody measured runs them."""
+    """Yield the kernels of decode steps and prompt chunks, with the tilings of a device without measurements."""
     query, group = QUERY.get(element, np.uint16), spec.query_heads // spec.kv_heads
     for prompt in (False, True):
         block_m = prompt_tile(element) if prompt else decode_tile(spec)[0]
@@ -160,7 +160,6 @@ def resident(warps: int, registers: int, shared_bytes: int, capability: int) -> 
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
-    """Print rows that have the same keys."""
     table = Table(title=title)
     for name, value in rows[0].items():
         table.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
@@ -181,7 +180,6 @@ def by_capability(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compiled(args: argparse.Namespace) -> None:
-    """``compile``: print the table and write it."""
     rows = compile_all(args.capability)
     title = "Registers per thread, shared memory, programs resident and spills, compiled without a GPU"
     show(title, by_capability(rows))
@@ -190,7 +188,7 @@ def compiled(args: argparse.Namespace) -> None:
 
 
 def require_card(index: int) -> str:
-    """The GPU's name. Ends the program, saying what is missing, if there is no such GPU."""
+    """Return the GPU's name. Exits with a message if there is no such GPU."""
     try:
         return require(index, find()).name
     except ConfigError as error:
@@ -240,7 +238,6 @@ def run(command: list[str], deadline_s: float, **options: Any) -> None:
 
 
 def tests(deadline_s: float) -> dict[str, Any]:
-    """Tests of the kernels on the GPU."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "8", "--dist", "worksteal", "-k", TESTED, *KERNEL_TESTS]
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     run(command, deadline_s, cwd=ROOT, env=environment)
@@ -248,7 +245,6 @@ def tests(deadline_s: float) -> dict[str, Any]:
 
 
 def attempt(what: str, device: int, deadline_s: float) -> dict[str, Any]:
-    """One part in a process of its own: what it found or how it failed, when, and how long it took."""
     started, today = time.monotonic(), datetime.date.today().isoformat()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "part.json")

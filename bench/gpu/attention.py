@@ -96,7 +96,10 @@ def cascade(gpu: Gpu) -> list[dict[str, Any]]:
 
 
 def _shared_seconds(gpu: Gpu, spec: AttentionSpec, step: tuple[int, int, int], least: int) -> float:
-    """Of one layer of a memory worker's attention. ``step``: sequences, tokens that all share, and each one's own."""
+    """Return seconds of one layer of a memory worker's attention.
+
+    ``step``: number of sequences, tokens of their shared prefix, further tokens of each.
+    """
     (count, shared, own), rng = step, np.random.default_rng(0)
     tokens = shared + count * own
     layers = -(-CYCLED_BYTES // (tokens * spec.slab_bytes_per_token(KvElement.BFLOAT16)))

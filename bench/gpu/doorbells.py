@@ -1,7 +1,7 @@
-"""Round trips by doorbells, and a memory worker's layer between two of them.
+"""Measures round trips by doorbells on a GPU, and a memory worker's layer between two doorbells.
 
-Everything is launched ahead behind a gate, a doorbell that the host rings when all of it is queued: so that no figure
-holds the time that launching takes, as none would in a worker that is a step ahead of its GPU.
+All kernels are launched behind a gate, a doorbell that the host rings once everything is queued. So no figure includes
+launch times, which a worker that plans one step ahead hides too.
 """
 
 import statistics
@@ -23,12 +23,12 @@ TURNS = 32
 ROUNDS = 7
 PAPER_US = {"polled by the device": 33.0, "polled by the host": 66.6}  # Lamina, GPU to GPU over 400G RoCE
 TIMEOUT_S = 10.0
-# Not a memcpy: those of all streams share a queue, where one that waits for its stream holds up the others.
+# Not a memcpy: the copies of all streams share a queue, where a copy that waits for its stream blocks the others.
 COPY = cupy.ElementwiseKernel("uint64 x", "uint64 y", "y = x", "lamina_bench_copy")
 
 
 class Gated:
-    """Two sides, each on a stream of its own, which start when the host says so."""
+    """Two sides, each on its own stream, which start when the host opens the gate."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -107,7 +107,7 @@ def device_trip(gpu: Gpu, near: Any, far: Any) -> float:
 
 
 def host_trip(gpu: Gpu, near: Any, far: Any) -> float:
-    """Seconds of a round trip whose both ends are a host that looks at pinned memory and launches what is next."""
+    """Return seconds of a round trip between two hosts' threads that poll pinned memory and launch the next kernel."""
     pinned = cupy.cuda.alloc_pinned_memory(8)
     word = np.frombuffer(pinned, np.uint64, 1)
     word[0] = 0

@@ -1,4 +1,4 @@
-"""Other libraries at the same decode step, for attention.py; outputs are compared with ours before timing."""
+"""Times other attention libraries at the same decode steps (for attention.py), after comparing their outputs."""
 
 import importlib.util
 from collections.abc import Callable

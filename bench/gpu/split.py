@@ -1,11 +1,11 @@
-"""What the split costs: a model whose KV is on the compute worker's own device, and the same with a memory worker.
+"""Measures the overhead of the split: the same model with local memory and with a memory worker.
 
     python -m bench.gpu.split [--model 8b] [--compute cuda:1] [--memory cuda:1] [--cells 1x1024 ...] [--picture FILE]
 
-Slices and attention kernels are the same in both; with two workers, q, k, v and results travel between them for every
-layer, and on a single GPU the two take turns. ``overhead`` is the time that a step takes longer, for each layer. The
-model has random weights. Where vLLM is installed, its steps are timed as well (``vllm_peer``). ``--picture`` draws what
-both workers do in some steps of the last cell, which runs once more.
+Slices and attention kernels are the same in both; with two workers, q, k, v and results are sent in every layer, and on
+a single GPU the workers run in turn. ``overhead`` is the additional time of a step, per layer. The model has random
+weights. If vLLM is installed, its steps are timed as well (``vllm_peer``). ``--picture`` draws both workers' activity
+in some steps of the last cell, which runs once more.
 Without a GPU: ``--model 60m --compute cpu:1 --memory cpu:1 --cells 4x256``.
 """
 
@@ -27,7 +27,7 @@ from lamina.config.engine_config import EngineConfig
 from lamina.control.timeline import Span
 from lamina.engine.engine import Engine
 from lamina.launch import launch
-from lamina.observe.decoding import Window, decode_batch, decode_window
+from lamina.observe.decode_timing import Window, decode_batch, decode_window
 
 TIMEOUT_S = 300.0
 CELLS = ("1x1024", "1x32768", "16x4096", "64x1024", "64x4096", "256x1024")
@@ -49,7 +49,6 @@ class Cell:
 
     @property
     def ratio(self) -> float:
-        """Of tokens per second, split over local."""
         return self.local_ms / self.split_ms
 
 
@@ -64,7 +63,7 @@ def measure(engine: Engine, batch: int, context: int, tokens: int) -> tuple[floa
 
 
 def run(config: EngineConfig, cells: Sequence[tuple[int, int]], tokens: int, drawn: Path | None = None) -> list[float]:
-    """Seconds of a step of each cell; some steps of the last are ``drawn``, for which workers note what they do."""
+    """Return seconds of a step of each cell. ``drawn``: file for a picture of some steps of the last cell."""
     spans: dict[str, list[Span]] = {}
     begun, seconds = time.monotonic(), list[float]()
     engine = launch(config, None, None if drawn is None else spans.update)
@@ -84,7 +83,7 @@ def run(config: EngineConfig, cells: Sequence[tuple[int, int]], tokens: int, dra
 
 
 def picture(spans: dict[str, list[Span]], begin_ns: int, end_ns: int) -> str:
-    """What each worker does between two moments, as SVG: a row for each worker, a colour for each stage."""
+    """Draw the workers' spans between two moments as SVG: a row for each worker, a colour for each stage."""
     scale = (WIDTH - LEFT - 20) / (end_ns - begin_ns)
     seen = {
         worker: [span for span in own if begin_ns < span.end_ns and span.begin_ns < end_ns]

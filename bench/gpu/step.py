@@ -45,7 +45,6 @@ class Gpu:
         self._copied: tuple[Any, Any] | None = None
 
     def describe(self) -> dict[str, Any]:
-        """GPU, driver and versions."""
         versions = {"gpu": self.backend.name, "driver": driver_version(), "python": sys.version.split()[0]}
         for package in ("triton", "cupy-cuda13x", "torch", "flashinfer-python", "flash-attn"):
             with suppress(metadata.PackageNotFoundError):
@@ -93,9 +92,9 @@ class Gpu:
 
 
 class Step:
-    """One decode step of sequences of these lengths; slabs full of random values, of as many layers as overflow caches.
+    """One decode step of sequences of given lengths, with slabs of random values.
 
-    Layers after one another read different memory, as a model's do: nothing is left in a cache from the one before.
+    There are so many layers that they exceed all caches: as in a model, a layer finds nothing of the last one cached.
     """
 
     def __init__(
@@ -137,7 +136,6 @@ class Step:
         self._attention.upload_pairs(self.table)
 
     def attend(self, layer: int = 0) -> None:
-        """One layer."""
         slab = self.slabs[layer]
         self._attention.partial(self.q, slab, self.slots, self.spec, self.out, self.lse, self.new)
 
@@ -151,12 +149,10 @@ def driver_version() -> str:
 
 
 def bfloat16(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
-    """Normal values on the GPU."""
     return cupy.asarray((rng.standard_normal(shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
 
 
 def fill(slab: KvSlab) -> None:
-    """Random elements, and scales of 1."""
     for array in (slab.k, slab.v):
         rows = random_rows(slab.element, array.shape[1:])
         for start in range(0, len(array), len(rows)):

@@ -1,7 +1,7 @@
 """Decode steps of vLLM, for ``split``: the same model with random weights, on one GPU, without prefix caching.
 
-It runs in a process of its own, which gives back the GPU's memory. A step is the time by which a longer generation of
-the same prompts takes longer, so that prompts do not count.
+It runs in a separate process, whose end frees the GPU's memory. A step's time is the difference of a longer and a
+shorter generation of the same prompts, so that prompts do not count.
 """
 
 import importlib.util

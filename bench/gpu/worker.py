@@ -1,10 +1,10 @@
-"""A memory worker on a GPU, whose messages the GPU or the host waits for.
+"""Measures a memory worker on a GPU, with the GPU or the host polling for messages.
 
     python -m bench.gpu.worker [--device cuda:0] [--layers 16] [--steps 20] [--batches 1 16 64] [--tokens 1024]
 
-The worker is a process of its own. This one plays the compute worker on the same host: it sends each layer's request
-over shared memory, and the next one as soon as the answer is here. ``trip_us`` is the median time from a request to its
-answer, of one layer of a Llama-3-8B. ``--device emulated`` runs the same without a GPU, where times say nothing.
+The worker is a separate process. This process plays the compute worker on the same host: it sends each layer's request
+over shared memory, and the next request as soon as the reply has arrived. ``trip_us`` is the median time from a request
+to its reply, for one layer of a Llama-3-8B. ``--device emulated`` runs without a GPU; its times mean nothing.
 """
 
 import argparse
@@ -65,22 +65,18 @@ class PipeControl:
         self._pipe, self.data_secret, self.device = pipe, secret, device
 
     def send(self, message: Any) -> None:
-        """To the bench."""
         self._pipe.send(message)
 
     def receive(self, timeout_s: float) -> Any:
-        """From the bench."""
         if not self._pipe.poll(timeout_s):
             raise DeadlineError(f"no message within {timeout_s} s")
         return self._pipe.recv()
 
     def poll(self, timeout_s: float = 0.0) -> Any:
-        """From the bench, if it is there."""
         return self._pipe.recv() if self._pipe.poll(timeout_s) else None
 
 
 def serve(pipe: Connection, secret: bytes, device: str) -> None:
-    """The memory worker's process."""
     with contextlib.ExitStack() as resources:
         build(PipeControl(pipe, secret, device), resources).run()  # type: ignore[arg-type]
 
@@ -128,7 +124,6 @@ class Cluster:
         self._prompt(tokens)
 
     def _hear(self, kind: type) -> Any:
-        """The next message of this kind."""
         while True:
             if not self._pipe.poll(TIMEOUT_S):
                 raise DeadlineError(f"the memory worker has sent no {kind.__name__} within {TIMEOUT_S:g} s")
@@ -136,7 +131,6 @@ class Cluster:
                 return message
 
     def _prompt(self, tokens: int) -> None:
-        """The prompts of all sequences, in one step."""
         segments = [Segment(each, MEMORY, (0, 8), (0, None)) for each in range(self._batch)]
         admitted = [Admission(each.sequence, 1, tokens, [each], SamplingParams(), 0) for each in segments]
         chunks = [SequenceStep(each, 0, [0] * tokens, []) for each in range(self._batch)]
@@ -154,7 +148,6 @@ class Cluster:
         self._pipe.send(Step(StepPlan(self._steps, 0, self._turn, [], [], admitted, chunks, rows)))
 
     def step(self) -> list[float]:
-        """Seconds from request to answer of each layer of a step."""
         sequences = list(range(self._batch))
         self._plan([], [], DecodeRows(sequences, [self._starts] * self._batch, []))
         self._starts += 1
@@ -168,7 +161,6 @@ class Cluster:
         return trips
 
     def _receive(self) -> None:
-        """Wait for the answer."""
         self._mail.expect(0, [MEMORY])
         while self._mail.missing[0]:
             self._mail.receive(self._wait, [MEMORY], TIMEOUT_S)
@@ -179,7 +171,6 @@ class Cluster:
             self._pipe.recv()
 
     def close(self) -> None:
-        """End the worker."""
         self._pipe.send(Stop())
         self._process.join(TIMEOUT_S)
         self._links.close()

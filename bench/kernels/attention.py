@@ -63,7 +63,6 @@ class Result:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Wall-clock time of one call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -85,7 +84,6 @@ def small_values(seed: int, shape: tuple[int, ...]) -> Array:
 
 
 def slab(slots: int, heads: int, dim: int) -> Array:
-    """A bfloat16 slab, all tokens alike."""
     array = allocate(slots * heads * dim * 2).view(np.uint16).reshape(slots, heads, dim)
     array[:] = small_values(0, (1, heads, dim))
     return array
@@ -247,7 +245,6 @@ def prefill(shape: Shape, threads: int, chunk: int, rounds: int) -> Result:
 
 
 def show(results: list[Result], title: str) -> None:
-    """Prints a table."""
     table = Table(title=title)
     for heading in (*results[0].case, *results[0].rates, "ratio"):
         words = heading in ("slots", "KV")

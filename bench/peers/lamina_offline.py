@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from bench.peers.offline import STEP_TOKENS, Cell, Generate, run
 from lamina import Lamina
-from lamina.observe.decoding import decode_batch
+from lamina.observe.decode_timing import decode_batch
 
 TIMEOUT_S = 900
 

@@ -110,7 +110,6 @@ class Batch:
 
 
 def context_of(model: llama_cpp.llama_model_p, cell: Cell) -> llama_cpp.llama_context_p:
-    """A context for the cell's requests, each with its own KV."""
     params = llama_cpp.llama_context_default_params()
     params.n_seq_max = cell.batch
     params.n_ctx = cell.batch * (-(-cell.longest // 256) * 256)

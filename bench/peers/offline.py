@@ -32,7 +32,7 @@ Generate = Callable[[list[list[int]], int], list[list[float]]]
 
 @dataclass(frozen=True)
 class Cell:
-    """What to measure: ``batch`` requests of ``context`` prompt tokens each, submitted at once."""
+    """A measurement: ``batch`` requests of ``context`` prompt tokens each, submitted at once."""
 
     model: Path
     batch: int

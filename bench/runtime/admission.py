@@ -1,10 +1,10 @@
-"""What it costs the others that clients ask for more tokens than they use.
+"""Measures what it costs other requests if clients set a higher ``max_tokens`` than they use.
 
     python -m bench.runtime.admission --trace FILE [--simulated 4000] [--rounds 3] [--json FILE]
 
-The same requests are served several times: their clients ask for exactly the tokens that they use, for 1,024, for 4,096
-and, on the runtime, for the rest of the context, as chats without a limit do. Requests hold the KV that they have, so
-all should serve the same tokens per second: target 0.97 of the first.
+The same requests are served several times: with a ``max_tokens`` of exactly the tokens that they use, of 1,024, of
+4,096 and, on the runtime, of the rest of the context, as for chats without a limit. KV is not reserved for tokens that
+may come, so all variants should serve the same tokens per second: target 0.97 of the first.
 
 Simulated: lengths and arrivals of a trace (an Azure CSV or Mooncake .jsonl) on Llama-2-13B, a100:2 and rtx3090:6.
 Measured: lengths of the same trace divided by 16, on the bundled model with one compute and two memory workers, which
@@ -47,9 +47,9 @@ TIMEOUT_S = 400
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Of one run: output tokens per second and per step, median time to the first token, and preemptions.
+    """One run: output tokens per second and per step, median time to first token, and preemptions.
 
-    Steps do not depend on what else the machine does.
+    Tokens per step do not depend on the machine's load.
     """
 
     tokens_s: float
@@ -59,7 +59,6 @@ class Figures:
 
 
 def simulated(trace: list[TracedRequest], asked: int) -> Figures:
-    """The trace on two pools, if clients ask for ``asked`` tokens."""
     catalogue = hardware.load(None)
     deployment = simulate.Deployment(
         model=model_shapes.find("Llama-2-13B"),
@@ -111,12 +110,10 @@ def measured(engine: Engine, trace: list[TracedRequest], asked: int | None) -> F
 
 
 def scaled(tokens: int) -> int:
-    """Of the small run."""
     return max(1, round(tokens / SCALE))
 
 
 def on_runtime(trace: list[TracedRequest], rounds: int) -> dict[str, Figures]:
-    """Medians by what clients ask for."""
     chosen = [trace[place] for place in np.random.default_rng(0).integers(len(trace), size=REQUESTS)]
     slots = AT_ONCE * sum(scaled(one.prompt) + scaled(one.output) for one in chosen) // len(chosen)
     largest = max(scaled(one.prompt) + max(scaled(one.output), scaled(max(ASKED.values()))) for one in chosen)
@@ -145,7 +142,6 @@ def on_runtime(trace: list[TracedRequest], rounds: int) -> dict[str, Figures]:
 
 
 def table(title: str, rows: Mapping[str, Figures]) -> Table:
-    """Figures by what clients ask for; ratios to the first row."""
     made = Table(title=title)
     made.add_column("clients ask for")
     for heading in ("tokens/s", "of the first", "tokens/step", "of the first", "TTFT p50 (s)", "preempted"):
@@ -165,7 +161,6 @@ def table(title: str, rows: Mapping[str, Figures]) -> Table:
 
 
 def main() -> None:
-    """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--simulated", type=int, help="only the trace's first requests")

@@ -1,4 +1,4 @@
-"""A burst of long contexts: a pool that grows by memory workers, by a whole replica, or not at all.
+"""Measures a burst of long contexts on a pool that grows by memory workers, by a whole replica, or not at all.
 
     python -m bench.runtime.burst [--model 60m] [--rounds 3] [--json FILE] [--picture FILE.svg]
 
@@ -10,12 +10,12 @@ their KV slots hold. Three systems serve the same requests:
   replicas  starts a second engine with as many workers of its own once contexts have waited for as long, and sends it
             those that still wait. It loads weights.
 
-Printed of each: the time between tokens of the short requests and of all, the time to first token of the contexts, how
-long the burst takes, and worker-seconds, which count from the request for a worker. All workers share this machine's
-cores, so more of them add slots and no bandwidth.
+Printed for each: the time between tokens of the short requests and of all requests, the time to first token of the
+contexts, the duration of the burst, and worker-seconds, counted from the request for a worker. All workers share this
+machine's cores, so more workers add slots and no bandwidth.
 
-In a run of its own, a memory worker is added to a cluster that is idle: the time from the request to the first token
-from KV on it, in parts (target 1 s). ``--picture`` draws both.
+In a separate run, a memory worker is added to an idle cluster: the time from the request to the first token from KV on
+it, in parts (target 1 s). ``--picture`` draws both.
 """
 
 import argparse
@@ -57,7 +57,7 @@ POLL_S = 0.002
 
 @dataclasses.dataclass
 class Stream:
-    """One request: when it was sent, and when its tokens came."""
+    """One request, with the times of its submission and its tokens."""
 
     name: str
     prompt: list[int]
@@ -75,7 +75,7 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Of one run of a system, in seconds."""
+    """One run of a system, in seconds."""
 
     system: str
     short_p99: float
@@ -91,8 +91,8 @@ class Figures:
 
 
 class System:
-    """Engines behind one queue. Requests go to the engine that has room for them, in order of arrival; with one engine,
-    all go there at once."""
+    """Engines behind one queue. A request goes to the first engine with enough free slots, in order of arrival; with
+    one engine, at once."""
 
     def __init__(self, config: EngineConfig, replicates: bool) -> None:
         self._config, self._replicates = config, replicates
@@ -105,7 +105,6 @@ class System:
         self.starting: threading.Thread | None = None
 
     def send(self, stream: Stream) -> None:
-        """Queue a request."""
         stream.sent = time.monotonic()
         with self._changed:
             self._queue.append(stream)
@@ -140,7 +139,6 @@ class System:
         return on_update
 
     def waiting(self) -> int:
-        """Requests without slots."""
         with self._changed:
             queued = len(self._queue)
         return queued + sum(engine.stats().waiting for engine in self.engines)
@@ -166,7 +164,6 @@ class System:
         self._dispatch()
 
     def wait(self, count: int) -> None:
-        """Until so many requests have ended."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._ended >= count, TIMEOUT_S):
                 raise SystemExit(f"error: {self._ended} of {count} requests have ended after {TIMEOUT_S:g} s")
@@ -179,7 +176,6 @@ class System:
 
 
 def settings(model: Path, slots: int = SLOTS) -> EngineConfig:
-    """Of all systems. KV of the models here takes 2 bytes an element."""
     shape = json.loads((model / "config.json").read_text())
     per_token = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
     return EngineConfig(
@@ -195,7 +191,6 @@ def settings(model: Path, slots: int = SLOTS) -> EngineConfig:
 
 
 def run(system: str, config: EngineConfig) -> Figures:
-    """Serve the burst."""
     if system == "memory":
         config = dataclasses.replace(config, autoscale=f"memory={MEMORIES}:{MOST_MEMORIES}")
     served = System(config, replicates=system == "replicas")
@@ -260,8 +255,7 @@ PARTS = ("starts, imports, makes its slab", "links to the others, enters", "firs
 
 
 def join(config: EngineConfig) -> tuple[float, list[float]]:
-    """Of a memory worker that is requested while nothing else runs: seconds of CPU time until it has entered, and
-    seconds that each of ``PARTS`` takes."""
+    """Add a memory worker to an idle cluster; return the CPU seconds until it has joined, and seconds of ``PARTS``."""
     workers = LocalWorkers()
     engine = launch(config, workers=workers)
     try:
@@ -309,7 +303,6 @@ def _serve(engine: Engine, count: int, worker: str = "") -> float:
 
 
 def main() -> None:
-    """Run all systems and print their medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="60m")
     parser.add_argument("--rounds", type=int, default=3)
@@ -350,7 +343,6 @@ def _print_join(parts: Mapping[str, float], serves_s: float, cpu_s: float) -> No
 
 
 def _median(each: Sequence[Figures]) -> Figures:
-    """Of every figure."""
     names = [field.name for field in dataclasses.fields(Figures) if field.name not in ("system", "samples")]
     medians = {name: statistics.median(getattr(one, name) for one in each) for name in names}
     return dataclasses.replace(each[0], **medians)

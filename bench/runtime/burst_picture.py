@@ -12,7 +12,7 @@ STYLE = "svg{color:#1b1f24}@media(prefers-color-scheme:dark){svg{color:#e3e6ea}}
 
 @dataclass(frozen=True)
 class Sample:
-    """What a system had at a moment, in seconds."""
+    """Workers and waiting requests of a system at a moment (``at`` seconds)."""
 
     at: float
     compute: int
@@ -21,7 +21,6 @@ class Sample:
 
     @property
     def workers(self) -> int:
-        """Of both pools."""
         return self.compute + self.memory
 
 
@@ -61,7 +60,7 @@ def _bar(shapes: list[str], parts: Mapping[str, float], y: float) -> float:
 
 
 def _corners(samples: Sequence[Sample]) -> list[Sample]:
-    """Without those between two that have the same counts."""
+    """Return the samples at which counts change."""
     counts = [(one.compute, one.memory, one.waiting) for one in samples]
     last = len(samples) - 1
     return [one for n, one in enumerate(samples) if n in (0, last) or not counts[n - 1] == counts[n] == counts[n + 1]]

@@ -1,12 +1,12 @@
-"""What a step costs the engine as the pools grow: its CPU time per step and per token, against the smallest cluster's.
+"""Measures the engine's CPU time per step and per token as the pools grow, against the smallest cluster's.
 
     python -m bench.runtime.control [--batch 8] [--seconds 4] [--rounds 3] [--pools 2+8,8+64,50+200,200+800]
 
-The engine is real: its turn, its control plane with encryption, its serialisation. The workers are scripted: one other
-process holds all their sockets, draws a token at once for every sequence of a step and reports the use of slabs now
-and then. All clusters run steps of ``--batch`` sequences, one lane per compute worker, so that only the number of
-workers differs; requests of 100 to 300 tokens come and go. "Messages" are those that the engine sends per step: a step
-cannot concern more memory workers than it has sequences.
+The engine is real: its turn, its encrypted control plane, its serialisation. The workers are scripted: another process
+has all their sockets, replies at once with a token for every sequence of a step, and reports slab usage periodically.
+All clusters run steps of ``--batch`` sequences, one lane per compute worker, so that only the number of workers
+differs; requests of 100 to 300 tokens replace each other. "Messages" is the number that the engine sends per step: a
+step cannot concern more memory workers than it has sequences.
 """
 
 import argparse
@@ -60,7 +60,7 @@ START_S = 120.0
 WARM_UP_STEPS = 30  # of each lane: the prompts are computed by then
 FEWEST_STEPS = 3000  # measured
 IDLE_S = 3.0
-LOOK_S = 0.1  # between two looks at memory workers and heartbeats
+LOOK_S = 0.1  # between two reads of memory workers' messages and heartbeats
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,15 @@ class Cost:
 
 
 class NoProcesses:
-    """The workers are scripted: none of them is a process of its own."""
+    """Implements ``Workers`` for scripted workers, which have no processes."""
 
     def ended(self) -> Mapping[str, str]:
-        """None ever is."""
         return {}
 
     def kill_worker(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
         """None can be lost."""
 
     def wishes(self) -> list[Wish]:
-        """Nobody has any."""
         return []
 
     def close(self) -> None:
@@ -98,7 +96,6 @@ class Counting(ControlServer):
     sent = 0
 
     def send(self, workers: Sequence[str], message: Any) -> None:
-        """As the control plane's."""
         self.sent += len(workers)
         super().send(workers, message)
 
@@ -133,7 +130,7 @@ class Scripted:
         return poller
 
     def play(self) -> None:
-        """Until the engine says stop or ends. Compute workers answer at once; the others are looked at now and then."""
+        """Reply until the engine says stop or ends: at once for compute workers, every ``LOOK_S`` for others."""
         looked, reported, number = time.monotonic(), time.monotonic(), 0
         parent = os.getppid()
         busy = set[Any]()  # memory workers that were told of steps since the last report
@@ -192,7 +189,6 @@ class Load:
             self._submit()
 
     def close(self) -> None:
-        """Submit no more requests."""
         self._closed = True
 
     def _submit(self) -> None:
@@ -255,7 +251,6 @@ def scripted(
 
 
 def measure(pool: tuple[int, int], batch: int, seconds: float) -> Cost:
-    """One cluster of so many compute and memory workers."""
     computes, memories = pool
     capacity = max(4096, 4 * computes * batch * (TOKENS[1] + len(PROMPT)) // memories)
     with scripted(pool, batch * computes, capacity) as (engine, control):
@@ -280,7 +275,6 @@ def measure(pool: tuple[int, int], batch: int, seconds: float) -> Cost:
 
 
 def main() -> None:
-    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
     parser.add_argument("--seconds", type=float, default=4.0, help="measured, of each cluster and round")

@@ -1,11 +1,11 @@
-"""Host time that one attention's exchange takes on a compute worker, as the numbers of rows and memory workers grow.
+"""Measures the host time of one attention's exchange on a compute worker, by numbers of rows and memory workers.
 
     python -m bench.runtime.exchange [--layers 80] [--rounds 5]
 
 The exchange, its messages, credits and waits are real. No payload is moved: the transport writes only headers, and the
-kernels and copies of the GPU do nothing. So the figures show for how long the host delays a GPU. Those for the CPU
-include moving bytes, since there the host gathers rows and merges partials. Shapes are those of Llama-3-70B in
-bfloat16. Memory workers answer between the measured sections.
+GPU's kernels and copies do nothing. So the figures show how long the host delays a GPU. Figures for the CPU include
+moving bytes, since the host gathers rows and merges partials there. Shapes are those of Llama-3-70B in bfloat16. Memory
+workers reply between the measured sections.
 """
 
 import argparse
@@ -44,7 +44,6 @@ class HeadersOnly(ShmEndpoint):
     """An endpoint that writes only the first part of a message, its header, and rings."""
 
     def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
-        """See ``Endpoint``."""
         self._connected(peer).native.post(offset, nbytes, parts[:1], doorbell, sequence)
 
 
@@ -108,7 +107,6 @@ class Case:
         self.turn = 0
 
     def close(self) -> None:
-        """Free all memory."""
         for station in (self.compute, *self.memories):
             station.endpoint.close()
 
@@ -140,7 +138,6 @@ class Idle(Emulated):
     """A ``Kit`` whose kernels and copies do nothing."""
 
     def capture(self, work: Callable[[], object]) -> Replay:
-        """See ``Kit``."""
         return lambda: None
 
     def fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
@@ -154,7 +151,6 @@ class Idle(Emulated):
 
 
 def made(carrier: NativeRunner | GpuCarrier, what: str, rows: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Tensors for the result of a slice."""
     if isinstance(carrier, GpuCarrier):
         return carrier.lines.fixed_rows(what, rows, shape, torch.bfloat16)
     return torch.zeros(rows, *shape, dtype=torch.bfloat16)

@@ -6,11 +6,11 @@ The engine, its control plane, the frontends and HTTP are real; the workers are 
 draws a token for every stream. ``--streams`` clients in a process of their own read server-sent events; in the second
 run of each arrangement, 16 others ask for as much and read nothing. 0 frontends: HTTP in the engine's process.
 
-Printed: CPU time of the engine's process and of all frontends together per streamed token, the streamed tokens per
-second as a share of those that the workers offer, and times between the events of a stream. "Streams/core" is how many
-streams, at this pace, one frontend's core serves: a second frontend on a core of its own doubles them.
+Printed: CPU time of the engine's process and of all frontends per streamed token, streamed tokens per second as a share
+of the workers' tokens, and times between the events of a stream. "Streams/core" is the number of streams that one
+frontend's core serves at this rate.
 
-First, the engine alone: its steps are answered at once, and a process discards the tokens that a frontend would get.
+First, the engine alone: workers reply at once, and a process discards the tokens that a frontend would receive.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from rich.table import Table
 from bench.runtime.control import scripted
 from lamina.config.server_config import ServerConfig
 from lamina.control.agent_messages import Serving
-from lamina.control.frontend_messages import FrontendBootstrap, FrontendHello, Resume, Submit, packed
+from lamina.control.frontend_messages import FrontendBootstrap, FrontendHello, Resume, Submit, pack_tokens
 from lamina.core.types import NOBODY, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.frontends import Frontends
@@ -152,7 +152,6 @@ def _spent(processes: Sequence[psutil.Process]) -> float:
 
 
 def measure(frontends: int, streams: int, slow: int, step_s: float, seconds: float) -> Cost:
-    """One arrangement, in this process."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # the server raises it again at its end
     found: list[Cost] = []
     sequences = streams + slow
@@ -173,7 +172,7 @@ def measure(frontends: int, streams: int, slow: int, step_s: float, seconds: flo
 
 
 class InThisProcess:
-    """An engine that ends with this process, as frontends see it: see ``lamina.serve.frontend_processes.Owner``."""
+    """Implements ``lamina.serve.frontend_processes.Owner`` for an engine in this process."""
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self.lost_frontends: dict[str, str] = {}
@@ -184,12 +183,10 @@ class InThisProcess:
 
     @property
     def dead(self) -> str | None:
-        """See ``Engine``."""
         return self._engine.dead
 
     @property
     def beats(self) -> int:
-        """It always beats."""
         return time.monotonic_ns()
 
     def on_frontend_exit(self, frontend: str) -> None:
@@ -218,7 +215,7 @@ def discard(bootstrap: FrontendBootstrap, streams: int) -> None:
         requests.send(msgspec.msgpack.encode(FrontendHello()))
     params = SamplingParams(max_tokens=None, ignore_eos=True)
     requests.send(msgspec.msgpack.encode(Resume(0, [])))
-    submit = Submit(0, [packed([5, 6])] * streams, [params], NOBODY, list(range(streams)))
+    submit = Submit(0, [pack_tokens([5, 6])] * streams, [params], NOBODY, list(range(streams)))
     requests.send(msgspec.msgpack.encode(submit))
     while True:
         answers.recv()
@@ -247,7 +244,6 @@ def engine_alone(streams: int, seconds: float) -> float:
 
 
 def main() -> None:
-    """Print the engine's cost alone, and a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=50.0)

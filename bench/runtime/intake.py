@@ -1,4 +1,4 @@
-"""How long a stream stands still while a megabyte of prompt comes in, against the same stream alone.
+"""Measures the longest pause of a stream while a megabyte of prompt arrives, against the same stream alone.
 
     python -m bench.runtime.intake [--megabytes 1]   # as text, chat and token ids; gaps in milliseconds
 
@@ -43,7 +43,6 @@ class Scripted:
         self.tokenizer = Tokenizer(find(None))
 
     def submit_all(self, submissions: Sequence[Submission], client: Client) -> None:
-        """As the engine's."""
         for one in submissions:
             prompt = one.prompt
             text = prompt if isinstance(prompt, str) else None
@@ -60,10 +59,9 @@ class Scripted:
             on_update(RequestUpdate(request, [word], reason is not None))
 
     def abort(self, request_id: str) -> None:
-        """Nothing runs that would have to end."""
+        """Do nothing: a scripted request ends by itself."""
 
     def stats(self) -> EngineStats:
-        """Alive and idle."""
         return EngineStats(
             running=0,
             waiting=0,
@@ -94,7 +92,6 @@ def gaps(base: str, begin: Any, results: Any) -> None:
 
 
 def main() -> None:
-    """Print the worst gap alone and beside each kind of prompt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=1.0)
     size = int(parser.parse_args().megabytes * 1e6)

@@ -1,11 +1,11 @@
-"""Decode messages beside the attention of a long prompt chunk, cut and in one piece.
+"""Measures decode messages beside the attention of a long prompt chunk, with and without cuts.
 
     python -m bench.runtime.long_chunk [--prefix 16384] [--rows 512] [--chunks 3] [--threads 1] [--json FILE]
 
-Two memory workers, run in turn: one as it is, one that does not cut (which is how it was before there were cuts). A
-process plays the compute worker over shared memory: in one lane it asks for the attention of a chunk of ``rows`` rows
-over a prefix, one layer of a Llama-3-8B; in another it sends a decode message of 16 rows over 256 tokens each, again
-and again, a millisecond after the answer to the last. The chunk's time is also measured with nothing beside it.
+Two memory workers run in turn: an ordinary one, and one that does not cut attention. This process plays the compute
+worker over shared memory. In one lane it requests the attention of a chunk of ``rows`` rows over a prefix, one layer of
+a Llama-3-8B; in another lane it sends decode messages of 16 rows over 256 tokens each, a millisecond after the last
+reply. The chunk's time is also measured alone.
 """
 
 import argparse
@@ -17,13 +17,13 @@ import time
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import psutil
 from msgspec.structs import replace
 
+from bench.gpu.worker import COMPUTE, MEMORY, PipeControl
 from lamina.compute.mail import Mail
 from lamina.control.messages import Connect, Grant, Link, LinkWay, MemorySetup, Register, Reserve, Step, Stop
 from lamina.control.secret import new
@@ -44,40 +44,16 @@ DTYPE = DType.BFLOAT16
 DECODING, CONTEXT = 16, 256  # sequences, tokens of each
 DECODES, PROMPTS = 0, 1  # lanes
 LONG = DECODING  # the sequence with the prefix
-COMPUTE, MEMORY = "compute0", "memory0"
 PER_TOKEN = SPEC.kv_bytes_per_token(DTYPE)
 TIMEOUT_S = 300.0
 PAUSE_S = 1e-3
 
 
-class PipeControl:
-    """A worker's end of a control plane that is a pipe."""
-
-    name, local_address, bind_address = MEMORY, "127.0.0.1", "127.0.0.1"
-
-    def __init__(self, pipe: Connection, secret: bytes) -> None:
-        self._pipe, self.data_secret = pipe, secret
-
-    def send(self, message: Any) -> None:
-        """To the bench."""
-        self._pipe.send(message)
-
-    def receive(self, timeout_s: float) -> Any:
-        """From the bench."""
-        if not self._pipe.poll(timeout_s):
-            raise DeadlineError(f"no message within {timeout_s} s")
-        return self._pipe.recv()
-
-    def poll(self) -> Any:
-        """From the bench, if it is there."""
-        return self._pipe.recv() if self._pipe.poll() else None
-
-
 def serve(pipe: Connection, secret: bytes, whole: bool) -> None:
     """The memory worker's process."""
     most = 1 << 62 if whole else MOST_PRODUCTS
-    with mock.patch("lamina.memory.store.MOST_PRODUCTS", most), contextlib.ExitStack() as resources:
-        build(PipeControl(pipe, secret), resources).run()  # type: ignore[arg-type]
+    with mock.patch("lamina.memory.device.cpu.MOST_PRODUCTS", most), contextlib.ExitStack() as resources:
+        build(PipeControl(pipe, secret, "cpu"), resources).run()  # type: ignore[arg-type]
 
 
 class Cluster:
@@ -123,7 +99,6 @@ class Cluster:
         self._prompt(PROMPTS, [LONG], prefix)
 
     def _prompt(self, lane: int, sequences: list[int], tokens: int) -> None:
-        """Prompts of ``tokens`` tokens, in one step."""
         admitted = [
             Admission(each, 1, tokens, [Segment(each, MEMORY, (0, SPEC.kv_heads), (0, None))], SamplingParams(), 0)
             for each in sequences
@@ -146,7 +121,6 @@ class Cluster:
         self._plan(DECODES, [], [], list(range(DECODING)))
 
     def send_decode(self) -> None:
-        """Its message."""
         nbytes = DECODING * (PER_TOKEN + SPEC.query_bytes_per_token(DTYPE))
         self._send(DECODES, nbytes)
 
@@ -206,7 +180,6 @@ class Cluster:
         return trips
 
     def close(self) -> None:
-        """End the worker."""
         self._pipe.send(Stop())
         self._process.join(TIMEOUT_S)
         self._links.close()

@@ -73,7 +73,6 @@ def measured(model: Path, way: str, args: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="250m", help="a random Llama of about this size")
     parser.add_argument("--prompt", type=int, default=8192, help="its tokens")

@@ -1,14 +1,13 @@
-"""The time between tokens of running requests while a long prompt arrives: chunks of fixed sizes, and an SLO.
+"""Measures the time between tokens of running requests while a long prompt arrives: fixed chunks against an SLO.
 
     python -m bench.runtime.long_prompt [--model 60m] [--prompt 16000] [--running 8] [--context 512] [--rounds 3]
                                         [--simulated 131072] [--json FILE]
 
 The runtime, with dummy weights and default pools: requests decode alone for a while, then the long prompt arrives. A
-request that ends is replaced by one with the same prompt, which is cached: contexts stay as long as they are. The SLO
-is twice the 99th percentile of the time between tokens that they had alone with fixed chunks. Every variant runs in
-turn, ``--rounds`` times, in an engine of its own; figures are medians of the rounds. TTFT is that of the long prompt:
-what the others do not wait, it does. Then the same in the simulator, with a longer prompt: Llama-3-8B on h100:1 and
-h20:2.
+request that ends is replaced by a request with the same prompt, which is cached, so that contexts keep their lengths.
+The SLO is twice the 99th percentile of the time between tokens alone with fixed chunks. All variants run in turn,
+``--rounds`` times, in separate engines; figures are medians of the rounds. TTFT is that of the long prompt, which takes
+longer with an SLO. Then the same in the simulator, with a longer prompt: Llama-3-8B on h100:1 and h20:2.
 """
 
 import argparse
@@ -92,8 +91,11 @@ class Running:
         stamps = [list(times) for times in self._times]
         return [(two - one) * 1e3 for times in stamps for one, two in itertools.pairwise(times) if begin <= two <= end]
 
+    def steps(self, begin: float, end: float) -> int:
+        """Return the most tokens that one request got after ``begin``, until ``end``."""
+        return max(sum(begin < one <= end for one in list(times)) for times in list(self._times))
+
     def close(self) -> None:
-        """End all of them."""
         self._closed = True
         _wait(lambda: self._engine.stats().running == 0)
 
@@ -107,7 +109,6 @@ def _wait(condition: Callable[[], object]) -> None:
 
 
 def measured(config: EngineConfig, running: int, context: int, prompt: int) -> Figures:
-    """One run of one variant."""
     draw, engine = random.Random(prompt), launch(config)
     try:
         requests = Running(engine, running, context, draw)
@@ -139,7 +140,6 @@ def measured(config: EngineConfig, running: int, context: int, prompt: int) -> F
 
 
 def on_runtime(args: argparse.Namespace, model: Path) -> dict[str, Figures]:
-    """Medians by variant."""
     runs: dict[str, list[Figures]] = {name: [] for name in (*FIXED, SLO)}
     base = EngineConfig(model, load_format="dummy", max_num_seqs=64, memory=args.memory)
     for _ in range(args.rounds):
@@ -153,7 +153,6 @@ def on_runtime(args: argparse.Namespace, model: Path) -> dict[str, Figures]:
 
 
 def median(runs: list[Figures]) -> Figures:
-    """The median of every figure."""
     return Figures(*(statistics.median(values) for values in zip(*(asdict(one).values() for one in runs), strict=True)))
 
 
@@ -184,7 +183,6 @@ def in_simulator(prompt: int) -> dict[str, Figures]:
 
 
 def table(title: str, rows: Mapping[str, Figures]) -> Table:
-    """One row for each variant."""
     made = Table(title=title)
     made.add_column("chunks")
     for heading in ("alone p50 ms", "alone p99 ms", "beside p50 ms", "beside p99 ms", "p99 / alone", "TTFT s"):

@@ -1,11 +1,11 @@
-"""What moving KV costs decoding: tokens per second while more and more tokens move in a step, over those without moves.
+"""Measures what moves of KV cost decoding: tokens per second by tokens moved per step, over those without moves.
 
     python -m bench.runtime.moves [--model 60m] [--requests 8] [--context 512] [--answer 256] [--rounds 3]
 
-As Infinite-LLM's Figure 12(a): the batch stays the same, so that only the movement differs. There, 16 tokens a step
-cost nothing, and 32 cost 8.6%. Here, one compute worker and two memory workers of this machine decode; a policy that
-wants all KV to be on the other memory worker is held to each bound in turn. "Moved" is what came of it: a move is 256
-tokens at most, and takes a few steps.
+As in Infinite-LLM's Figure 12(a), the batch is constant, so that only the moves differ; there, 16 tokens per step cost
+nothing, and 32 cost 8.6%. One compute worker and two memory workers of this machine decode; a policy that wants all KV
+on the other memory worker runs with each bound in turn. "Moved" is the measured number: a move has 256 tokens at most
+and takes a few steps.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from bench.runtime.placement import Run
 from lamina.config.engine_config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.engine.stats import LOOK_S
-from lamina.kv import policies
-from lamina.kv.policies import View, Wish
+from lamina.kv import balancing
+from lamina.kv.balancing import Proposal, View
 from lamina.launch import launch
 from lamina.schedule import moves
 
@@ -37,10 +37,9 @@ BOUNDS = (8, 16, 32, 64, 128)
 class Elsewhere:
     """Wants all tokens of all requests to be on another worker than now."""
 
-    def wishes(self, view: View) -> list[Wish]:
-        """See ``Policy``."""
+    def propose(self, view: View) -> list[Proposal]:
         others = {worker: tuple(one for one in view.loads if one != worker) for worker in view.loads}
-        return [Wish(held.request, held.worker, others[held.worker], held.tokens) for held in view.held]
+        return [Proposal(held.request, held.worker, others[held.worker], held.tokens) for held in view.held]
 
 
 @contextmanager
@@ -59,7 +58,7 @@ def engine(model: str, place: Path, arguments: argparse.Namespace, bound: int) -
         balance="bandwidth" if bound else "off",
     )
     with (
-        mock.patch.dict(policies.POLICIES, bandwidth=Elsewhere),
+        mock.patch.dict(balancing.POLICIES, bandwidth=Elsewhere),
         mock.patch.object(moves, "TOKENS_PER_STEP", bound),
     ):
         running = launch(config)
@@ -80,7 +79,6 @@ def measure(model: str, place: Path, arguments: argparse.Namespace, bound: int) 
 
 
 def main() -> None:
-    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="60m")
     parser.add_argument("--requests", type=int, default=8)

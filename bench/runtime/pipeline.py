@@ -1,4 +1,4 @@
-"""What staggered pipelining and each overlap gain; one compute worker on one core, one memory worker on another.
+"""Measures the gain by staggered pipelining and overlaps; one compute worker and one memory worker on a core each.
 
     python -m bench.runtime.pipeline [--batch 64] [--rounds 3] [--model 60m] [--json FILE]
 
@@ -27,7 +27,7 @@ from bench.models import COMMON, MODELS, model_directory
 from lamina.config.engine_config import EngineConfig
 from lamina.control.timeline import Span
 from lamina.launch import launch
-from lamina.observe.decoding import decode_batch, decode_window
+from lamina.observe.decode_timing import decode_batch, decode_window
 from lamina.observe.step_trace import IDLE, shares
 
 TIMEOUT_S = 600.0
@@ -89,9 +89,9 @@ def decode(path: str, batch: int, context: int, settings: Mapping[str, Any]) -> 
 
 
 def balanced_context(path: str, batch: int) -> int:
-    """Tokens at which one lane keeps memory worker and compute worker busy equally long.
+    """Return the context at which one lane keeps memory worker and compute worker busy for equally long.
 
-    What the compute worker does for a step hardly depends on them, attention is proportional to them.
+    Slices hardly depend on the context; attention is proportional to it.
     """
     context = 512
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""One long request among many short ones: what balancing the memory workers gains, and what splitting a request costs.
+"""Measures one long request among short ones: the gain by balancing memory workers, the cost of splitting a request.
 
     python -m bench.runtime.placement [--model 3m] [--tokens 8192] [--short 24] [--answer 400] [--rounds 3]
 
@@ -126,7 +126,7 @@ def start(model: str, place: Path, memories: int, slots: int, **settings: Any) -
 
 
 def balanced(model: str, place: Path, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """By policy: the median tokens a second of the rounds, and the moves of the last."""
+    """Return, by policy, the median tokens per second of the rounds, and the moves of the last round."""
     speeds: dict[str, list[float]] = {balance: [] for balance in POLICIES}
     moves: dict[str, int] = {}
     prompts = [arguments.tokens, *[SHORT_PROMPT] * arguments.short]
@@ -183,7 +183,6 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="3m")
     parser.add_argument("--tokens", type=int, default=8192, help="of the long request's prompt")

@@ -1,4 +1,4 @@
-"""What cached prefixes save, how many of them are found, and what looking for them costs.
+"""Measures the prefix cache: the time it saves, its hit rate, and its CPU time.
 
     python -m bench.runtime.prefix [--model 3m] [--chats 2] [--turns 3] [--threads 1] [--json FILE]
 
@@ -50,14 +50,14 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
 class Answer:
     """One request, alone: seconds to the first token, the tokens drawn, and those of the prompt that were found."""
 
-    def __init__(self, engine: Engine, prompt: list[int], salt: str) -> None:
+    def __init__(self, engine: Engine, prompt: list[int], salt: str, priority: int = 0) -> None:
         self.drawn: list[int] = []
         self.found = 0
         self.ttft_s = 0.0
         self._ended = threading.Event()
         self._failures = Failures()
         self._begun = time.perf_counter()
-        params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, cache_salt=salt)
+        params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, cache_salt=salt, priority=priority)
         engine.submit(f"{salt}{self._begun}", prompt, params, self._on_update)
         if not self._ended.wait(TIMEOUT_S):
             raise SystemExit(f"error: a request has not ended within {TIMEOUT_S:g} s; {engine.stats()}")
@@ -74,7 +74,7 @@ class Answer:
 
 
 class Oracle:
-    """Every sequence that was computed, forgotten never."""
+    """An unbounded prefix cache: remembers every computed sequence."""
 
     def __init__(self) -> None:
         self._known: list[array[int]] = []
@@ -88,7 +88,7 @@ class Oracle:
         return best
 
     def add(self, computed: list[int]) -> None:
-        """A sequence was computed; the KV of its last token was not."""
+        """Add a sequence; the KV of its last token was not computed."""
         self._known.append(array("i", computed[:-1]))
 
 
@@ -167,7 +167,6 @@ def _apply(slab: Slab[int], plan: StepPlan) -> None:
 
 
 def table(model: str, figures: Mapping[str, float]) -> Table:
-    """The figures with their targets."""
     made = Table(title=f"Prefix cache: {model}, {TENANTS} tenants x {SYSTEM} tokens, {figures['requests']:.0f} turns")
     for heading in ("what", "value", "target"):
         made.add_column(heading, justify="left" if heading == "what" else "right")
@@ -184,7 +183,6 @@ def table(model: str, figures: Mapping[str, float]) -> Table:
 
 
 def main() -> None:
-    """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="3m")
     parser.add_argument("--chats", type=int, default=2, help="of each tenant")

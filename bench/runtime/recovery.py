@@ -1,4 +1,4 @@
-"""The pause that clients notice when a memory worker dies, when one joins, and when one leaves.
+"""Measures the pause of streams when a memory worker dies, joins or leaves, and when the engine dies.
 
     python -m bench.runtime.recovery [--model 60m] [--rounds 3] [--json FILE]
 
@@ -52,7 +52,7 @@ POLL_S = 0.001
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Of one round, in seconds and tokens."""
+    """One round, in seconds and tokens."""
 
     fenced_s: float
     pause_s: float
@@ -63,8 +63,8 @@ class Figures:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Of a worker that joins or leaves, in seconds: ``took`` in all, and the longest gaps of streams: ``before`` it was
-    asked for, ``meanwhile``, and ``around`` the moment at which the members changed."""
+    """A join or leave, in seconds: its duration (``took_s``), and the longest gaps of streams before the request
+    (``before_s``), during the change (``meanwhile_s``) and when the members changed (``around_s``)."""
 
     took_s: float
     before_s: float
@@ -74,7 +74,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Restart:
-    """Of an engine that is killed, in seconds and tokens."""
+    """The restart of a killed engine, in seconds and tokens."""
 
     pause_s: float
     usual_gap_s: float
@@ -104,13 +104,13 @@ class Streams:
             self._changed.notify_all()
 
     def wait(self, tokens: int) -> None:
-        """Until every stream has had so many updates, or has ended."""
+        """Wait until every stream has had ``tokens`` updates, or has ended."""
         with self._changed:
             if not self._changed.wait_for(lambda: min(map(len, self.arrivals)) >= tokens or not self._left, TIMEOUT_S):
                 raise SystemExit(f"error: after {TIMEOUT_S:g} s, {self._left} of {REQUESTS} requests have not ended")
 
     def wait_beyond(self, moment: float) -> None:
-        """Until every stream has had an update after this moment, or all have ended."""
+        """Wait until every stream has had an update after ``moment``, or all have ended."""
         with self._changed:
             told = self._changed.wait_for(
                 lambda: not self._left or min(arrivals[-1] for arrivals in self.arrivals) > moment, TIMEOUT_S
@@ -138,7 +138,6 @@ def changes(model: Path) -> tuple[Change, Change]:
 
 
 def change(engine: Engine, streams: Streams, memory: int) -> Change:
-    """Scale, while the streams go on."""
     time.sleep(WINDOW_S)
     asked = time.monotonic()
     engine.scale(memory=memory).result(TIMEOUT_S)
@@ -154,7 +153,6 @@ def change(engine: Engine, streams: Streams, memory: int) -> Change:
 
 
 def one_round(model: Path) -> Figures:
-    """Start, kill, recover, and end."""
     workers = LocalWorkers()
     engine = launch(
         EngineConfig(model=str(model), load_format="dummy", memory=f"cpu:{MEMORIES}", max_restarts=0), workers=workers
@@ -205,7 +203,6 @@ def read_stream(url: str, number: int, arrivals: list[float], errors: list[str])
 
 
 def restart(model: Path) -> Restart:
-    """Start a server, kill its engine, and read to the end."""
     command = [sys.executable, "-m", "lamina", "launch", "--port", "0", "--model", str(model), "--load-format", "dummy"]
     with subprocess.Popen([*command, "--memory", f"cpu:{MEMORIES}"], stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -251,7 +248,6 @@ def _restarted(url: str, server: psutil.Process) -> Restart:
 
 
 def main() -> None:
-    """Run the rounds given on the command line and print their medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="60m")
     parser.add_argument("--rounds", type=int, default=3)

@@ -118,7 +118,7 @@ class Running:
         )
 
     def measure(self) -> dict[str, Any]:
-        """What the engine prints. Raises SystemExit with what it said if it fails, or takes ``TIMEOUT_S``."""
+        """Return the engine's figures. Raises SystemExit with its output if it fails, or takes ``TIMEOUT_S``."""
         assert self._process.stdin is not None and self._process.stdout is not None
         deadline = threading.Timer(TIMEOUT_S, self._process.kill)
         deadline.start()
@@ -217,7 +217,7 @@ def cells(text: str) -> list[tuple[int, int]]:
 
 
 def chosen(args: argparse.Namespace) -> list[str]:
-    """The engines asked for; without ``--engines``, all whose environment is there. Raises SystemExit."""
+    """Return the engines of ``--engines``; by default, all whose environment exists. Raises SystemExit."""
     names = args.engines.split(",") if args.engines else [n for n in ENGINES if args.peers or n not in PEERS]
     for name in names:
         if name not in ENGINES:

@@ -1,4 +1,4 @@
-"""How long the command line takes to answer and the bundled model to be ready, and where that time goes.
+"""Measures the start: `lamina --help`, the bundled model until it is ready, and the stages of a compute worker.
 
     python -m bench.runtime.startup [--rounds 3] [--json FILE]
 
@@ -34,7 +34,7 @@ FIRST = {
     "import transformers": "import transformers.modeling_utils",
     "import the compute worker": "import lamina.compute.worker",
     "split and lower": """
-from lamina.compute.preparation import prepare
+from lamina.compute.split_cache import prepare
 from lamina.compute.runner import SliceRunner
 from lamina.models import directory, tensors
 place = directory.find(None)
@@ -60,14 +60,13 @@ print(json.dumps(seconds))
 
 
 def help_seconds() -> float:
-    """From the command to its end."""
     start = time.perf_counter()
     subprocess.run([LAMINA, "--help"], check=True, capture_output=True, timeout=TIMEOUT_S)
     return time.perf_counter() - start
 
 
 def ready_seconds(cache: str) -> float:
-    """From the command to the moment a prompt could be given, with what earlier starts have left in ``cache``."""
+    """Return seconds from the command until a prompt could be given, with the cache folder ``cache``."""
     start = time.perf_counter()
     environment = os.environ | {"LAMINA_CACHE_DIR": cache}
     with subprocess.Popen([sys.executable, "-c", READY], stdout=subprocess.PIPE, env=environment) as process:
@@ -80,7 +79,6 @@ def ready_seconds(cache: str) -> float:
 
 
 def stage_seconds(stages: dict[str, str], cache: str) -> dict[str, float]:
-    """Every stage of one compute worker."""
     process = subprocess.run(
         [sys.executable, "-c", TIMED],
         input=json.dumps(stages),
@@ -95,7 +93,6 @@ def stage_seconds(stages: dict[str, str], cache: str) -> dict[str, float]:
 
 
 def one_round() -> dict[str, float]:
-    """Every figure once, by what it is of."""
     seconds = {"lamina --help": help_seconds()}
     with (
         tempfile.TemporaryDirectory() as whole,

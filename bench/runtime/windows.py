@@ -1,4 +1,4 @@
-"""Memory that layers with a sliding window save by forgetting: token slots gained, and bytes in use.
+"""Measures the memory saved by layers with a sliding window, which drop older tokens: slots gained, bytes in use.
 
     python -m bench.runtime.windows [--tokens 2048] [--requests 8] [--json FILE]
 
@@ -86,7 +86,6 @@ def run(engine: Engine, name: str, prompts: list[list[int]]) -> tuple[list[list[
 
 
 def measure(model: Path, tokens: int, requests: int, nbytes: int, prefix_cache: bool) -> Figures:
-    """Serve all chats on a new cluster."""
     config = EngineConfig(
         model=str(model),
         load_format="dummy",
@@ -118,7 +117,6 @@ def measure(model: Path, tokens: int, requests: int, nbytes: int, prefix_cache: 
 
 
 def main() -> None:
-    """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of each first prompt")
     parser.add_argument("--requests", type=int, default=8)

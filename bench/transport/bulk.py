@@ -1,14 +1,12 @@
-"""Decode round trips while K and V are pulled beside them, against the same round trips alone.
+"""Measures decode round trips beside fetches of K and V, against the same round trips alone.
 
     python -m bench.transport.bulk [--transports shm,tcp] [--bulk prompts migrations] [--rounds 2000] [--json FILE]
 
-Two processes, each with a core of its own if there are two. One computes: it is busy for as long as a slice takes,
-then sends a request of one layer for 16 rows of a Llama-3-8B and waits for the answer; the time from one to the other
-is the round trip. The other holds memory: it answers at once (attention would take the same time in both cases) and,
-in the gaps, pulls chunk after chunk of prompts, with the memory worker's own ``Puller``, or sequence after sequence
-from another memory worker, with its ``Migrations``. No third core is asked for: the same thread plays that one too, and
-lays out a piece for each that it pulls, which costs messages more than in a cluster. Rounds alone and with bulk take
-turns.
+Two processes run, each on its own core if there are two. The compute side is busy for the time of a slice, then sends a
+request of one layer for 16 rows of a Llama-3-8B and waits for the reply: the round trip. The memory side replies at
+once (attention would take the same time in both cases). In the gaps it fetches prompt chunks with the memory worker's
+own ``Puller``, or sequences of another memory worker with ``Migrations``. The same thread plays the other memory worker
+too, which costs messages more time than in a cluster. Rounds alone and with fetches alternate.
 """
 
 import argparse
@@ -104,7 +102,7 @@ class Slabs(Cpu):
 
 
 class Store(KvStore):
-    """A memory worker's that counts the bytes it keeps of what is pulled."""
+    """A ``KvStore`` that counts the fetched bytes that it stores."""
 
     def __init__(self, worker: str, tokens: int) -> None:
         super().__init__(worker, MemorySetup(SPECS, DTYPE, tokens, 1, Overlap(), trace=False))
@@ -128,18 +126,17 @@ def plan(
 
 
 def begun(worker: str, tokens: int) -> StepPlan:
-    """A sequence that lives on ``worker``, and so many tokens of it."""
+    """Return a plan that admits a sequence of ``tokens`` tokens on ``worker``."""
     segment = Segment(SEQUENCE, worker, (0, SPECS[0].kv_heads), (0, None))
     admission = Admission(SEQUENCE, 1, tokens, [segment], SamplingParams(), 0)
     return plan([admission], [SequenceStep(SEQUENCE, 0, [0] * tokens, [])], [], [])
 
 
 class NoGapWork:
-    """Nothing else is done when no message waits."""
+    """Implements ``GapWork`` without any work."""
 
     @property
     def awaited(self) -> list[Target]:
-        """Nothing."""
         return []
 
     def serve(self, index: int) -> None:
@@ -161,14 +158,14 @@ class Prompts:
             self._puller.request_pull(COMPUTE, PLAN.pool[0], 0, self._step, lambda: None)
 
     def help(self) -> None:
-        """Nobody needs any: the chunk lies in the compute worker's arena."""
+        """Do nothing: the chunk is in the compute worker's arena."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
 
 class Moves:
-    """Pulls one sequence after another from another memory worker, and plays that one too."""
+    """Fetches one sequence after another from another memory worker, which it plays itself."""
 
     def __init__(self, transport: Transport, secret: Secret, endpoint: Endpoint, arena: Arena) -> None:
         self._other_endpoint = make_endpoint(transport, OTHER, 0.0, secret, LOOPBACK)
@@ -209,7 +206,7 @@ class Moves:
         self._other.apply(plan([], [], [], [migration]))
 
     def help(self) -> None:
-        """Let the other worker lay out a piece, if there is room for one."""
+        """Let the other worker stage a piece, if a staging slot is free."""
         if awaited := self._other.awaited:
             with contextlib.suppress(DeadlineError):
                 self._other.serve(self._other_endpoint.wait(awaited, 0.0))
@@ -218,7 +215,7 @@ class Moves:
         self._is_done = True
 
     def close(self) -> None:
-        """Give back the other worker's arena."""
+        """Free the other worker's arena."""
         self._other_endpoint.close()
 
 
@@ -251,7 +248,7 @@ def hold_memory(transport: Transport, bulk: str, secret: Secret, pipe: Connectio
                 number += 1
                 outbox.write_and_ring([answer], number)
         pulled, seconds = store.kept - kept, time.perf_counter() - start
-        while puller.awaited or puller.may_ask:
+        while puller.awaited or puller.can_start:
             puller.wait(endpoint.wait, [], 0.0, NoGapWork())
         pipe.send((pulled, seconds))
     work.close()

@@ -2,7 +2,7 @@
 
     python -m bench.transport.doorbell [--rounds 20000] [--nbytes 4096] [--json FILE]
 
-Each process has a core of its own, if there are two: on one core, whoever spins keeps the other from running.
+Each process has its own core, if there are two: on one core, a spinning process blocks the other.
 "spinning" waits on the doorbell without giving up the core; "sleeping" goes to the futex at once; "default" is what
 workers do. The time is that of Outbox.write_and_ring and Endpoint.wait on both sides, Python included;
 ``doorbell.cpp``, where a compiler is there, does the same in native code alone, and without a message.

@@ -31,7 +31,7 @@ TRIES = 50  # until iperf3's server listens
 
 
 def bare_round_trips(sizes: Sequence[int], cores: tuple[int, int]) -> list[Result]:
-    """What a C program with plain sockets needs; nothing without a C compiler."""
+    """Return the round trips of a C program with plain sockets; empty without a C compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         Console(stderr=True).print("no C compiler (cc): the bare round trip is not measured")

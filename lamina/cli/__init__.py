@@ -20,6 +20,7 @@ from lamina.cli import (
     models,
     plan,
     simulate,
+    top,
 )
 from lamina.cli.console import discard_output, machine_trouble, print_error
 from lamina.cli.options import PanelledCommand, PanelledGroup
@@ -46,6 +47,7 @@ app.command(cls=PanelledCommand)(generate.chat)
 app.command(cls=PanelledCommand)(batch.batch)
 app.command(cls=PanelledCommand)(launch.launch)
 app.command(cls=PanelledCommand)(client.status)
+app.command(cls=PanelledCommand)(top.top)
 app.command(cls=PanelledCommand)(client.scale)
 app.command(cls=PanelledCommand)(client.down)
 app.command(cls=PanelledCommand)(launch.worker)

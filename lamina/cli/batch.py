@@ -70,7 +70,6 @@ def _requests(source: Path) -> Iterator[dict[str, Any]]:
 
 
 def _find_error(request: Any) -> str | None:
-    """Return why a line of a batch is invalid; None if it is valid."""
     if not isinstance(request, dict) or not isinstance(request.get("custom_id"), str):
         return "give an object with a text custom_id"
     if request.get("method", "POST") != "POST" or not str(request.get("url")).startswith("/v1/"):
@@ -82,7 +81,6 @@ def _find_error(request: Any) -> str | None:
 
 
 def _validate(source: Path) -> int:
-    """Return the number of requests. Raises ConfigError for a line that is invalid, or repeats a custom_id."""
     seen = set[str]()
     for count, request in enumerate(_requests(source)):
         seen.add(request["custom_id"])
@@ -155,7 +153,6 @@ async def _answer(app: "ASGIApp", request: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _post(app: "ASGIApp", path: str, body: bytes, own: str) -> tuple[int, bytes]:
-    """Return status and body of the application's answer to a POST request, in this process."""
     headers = ((b"content-type", b"application/json"), (b"x-request-id", own.encode()))
     scope: dict[str, Any] = {
         **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "root_path": ""},

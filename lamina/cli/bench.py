@@ -1,4 +1,4 @@
-"""`lamina bench`: how fast a batch decodes and where the time goes; its commands `transport` and `cost`."""
+"""`lamina bench`: measures how fast a batch decodes, and where the time goes; also `transport` and `cost`."""
 
 import contextlib
 import ipaddress
@@ -24,7 +24,7 @@ from lamina.core.errors import ConfigError, LaminaError, TransportError
 if TYPE_CHECKING:
     from lamina.cluster.bringup import Cluster
     from lamina.control.timeline import Span
-    from lamina.observe.decoding import Window
+    from lamina.observe.decode_timing import Window
     from lamina.observe.step_trace import Share
     from lamina.planning.profiling.transports import Near, Result
 
@@ -81,7 +81,7 @@ def bench(
         return
     options.check_model(config)
     from lamina.launch import launch
-    from lamina.observe.decoding import decode_batch, decode_window
+    from lamina.observe.decode_timing import decode_batch, decode_window
     from lamina.observe.progress import loading_progress, waiting
 
     config = replace(config, max_num_seqs=max(batch, config.max_num_seqs))
@@ -221,7 +221,7 @@ def transport(
 
 
 def _waits(two_hosts: bool) -> list[str]:
-    """Return the ways of waiting to measure. On a single core, two spinning sides only take it from each other."""
+    """Return the ways of waiting to measure: no spinning if both sides share a single core."""
     from lamina.cli.console import output
     from lamina.planning.profiling.transports import SPINS
 

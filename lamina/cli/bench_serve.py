@@ -104,7 +104,7 @@ def _plan(
     seed: int,
     shape: tuple[int, int, int, float],
 ) -> "list[Conversation]":
-    """Return the conversations to send. ``shape``: turns, prompt, output and think time of those of no trace."""
+    """Return the conversations to send. ``shape``: turns, prompt, output and think time without a trace."""
     from lamina.cli.load import arrivals, conversations, of_trace
     from lamina.planning.plan.workload import read_trace
 
@@ -170,7 +170,6 @@ def page(found: Figures, answers: "Sequence[Answer]") -> str:
 
 
 def _plots(found: Figures, answers: "Sequence[Answer]") -> "Figure":
-    """Plot distributions of latencies, and requests and tokens over time."""
     import numpy as np
     from matplotlib.figure import Figure
 

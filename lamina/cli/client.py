@@ -1,4 +1,4 @@
-"""Commands that ask a running server: `lamina status`, `lamina scale`, `lamina down`, and `lamina chat --url`."""
+"""Commands for a running server: `lamina status`, `lamina scale`, `lamina down`, and `lamina chat --url`."""
 
 import http.client
 import json
@@ -28,6 +28,9 @@ BAR = 20  # characters of a memory worker's slots
 
 Url = Annotated[str, typer.Option(help="Address of the server.")]
 LOCAL_URL = "http://127.0.0.1:8000"
+
+ROLES = {"prefill": ", runs prompts", "decode": ", decodes"}
+"""What a status line says of a compute worker that does not do both."""
 
 Sample = tuple[Mapping[str, str], float]
 
@@ -108,7 +111,7 @@ def _fetch(server: str, path: str) -> tuple[int, str]:
 
 
 def placement_lines(answer: str) -> list[str]:
-    """Show the answer to ``GET /placement``: each memory worker's slots and largest requests, and the moves.
+    """Return lines for an answer of ``GET /placement``: memory workers' slots, their largest requests, and moves.
 
     Raises ConfigError if the answer is not Lamina's.
     """
@@ -143,7 +146,7 @@ def _worker_lines(worker: str, one: Mapping[str, Any]) -> list[str]:
 
 
 def lines(metrics: str) -> list[str]:
-    """Report on a scrape of metrics. Raises ConfigError if the metrics are not Lamina's."""
+    """Return lines that report on a scrape of metrics. Raises ConfigError if the metrics are not Lamina's."""
     from prometheus_client.parser import text_string_to_metric_families
 
     samples: dict[str, list[Sample]] = {}
@@ -160,10 +163,11 @@ def lines(metrics: str) -> list[str]:
         states = {labels["worker"]: labels["state"] for labels, _ in samples.get("lamina_workers", [])}
         used = {labels["worker"]: value for labels, value in samples.get("lamina_kv_slots_used", [])}
         totals = {labels["worker"]: value for labels, value in samples.get("lamina_kv_slots", [])}
+        roles = {labels["worker"]: labels["role"] for labels, _ in samples.get("lamina_worker_roles", [])}
         return [
             f"requests  {running:.0f} running, {waiting:.0f} waiting, {steps:.0f} steps so far",
             *(
-                f"{worker:<8}  {state}"
+                f"{worker:<8}  {state}{ROLES.get(roles.get(worker, 'both'), '')}"
                 + (f", {used[worker]:.0f} of {totals[worker]:.0f} token slots in use" if worker in used else "")
                 for worker, state in (dict.fromkeys(used, "serving") | states).items()
             ),
@@ -219,21 +223,27 @@ def scale(
         str | None, typer.Option(help="Memory workers to add or remove: +2, -1, or with a kind rtx3090:+2.")
     ] = None,
     compute: Annotated[str | None, typer.Option(help="Compute workers to add or remove.")] = None,
+    prefill: Annotated[
+        str | None, typer.Option(help="Compute workers that only run prompts, to add or remove.")
+    ] = None,
     url: Url = LOCAL_URL,
 ) -> None:
-    """Let workers join a running server, or leave it, while it answers requests.
+    """Add workers to a running server, or remove some, while it answers requests.
 
-    Returns once they have. A memory worker that leaves is emptied first: what it holds moves to others, or is computed
-    again. On a Ray cluster, Ray finds a place for those that join, for which its autoscaler may start nodes. The server
-    and this command need the same key in LAMINA_ADMIN_KEY.
+    Returns once all have joined or left. The KV of a memory worker that leaves moves to others first, or is computed
+    again. On a Ray cluster, Ray places the workers that join, for which its autoscaler may start nodes. The server and
+    this command need the same key in LAMINA_ADMIN_KEY.
+
+    If one of the pools prefill and compute grows and the other shrinks, workers change pools and keep their weights:
+    with --prefill +1 --compute -1, a replica that decodes runs prompts from the next step on.
     """
     from lamina.cli.console import print_text
     from lamina.observe.progress import waiting
 
-    wanted = {"memory": memory, "compute": compute}
+    wanted = {"memory": memory, "compute": compute, "prefill": prefill}
     changes = {pool: change for pool, change in wanted.items() if change is not None}
     if not changes:
-        raise ConfigError("nothing to change; give --memory or --compute, such as --memory +2")
+        raise ConfigError("nothing to change; give --memory, --compute or --prefill, such as --memory +2")
     for pool, change in changes.items():
         parse_change(pool, change)
     with waiting("Waiting for workers to join or leave"):
@@ -274,15 +284,15 @@ def _listens(address: tuple[str, int]) -> bool:
 
 
 class RemoteModel:
-    """The model that a server has.
+    """The model of a running server.
 
     Args:
-        url: The address of the server.
-        sampling: Fields of each request; the server has defaults for all others.
+        url: Address of the server.
+        sampling: Sampling fields of each request; the server has defaults for the others.
 
     Raises:
         ConfigError: ``url`` is not that of a server with an OpenAI-compatible API.
-        TransportError: nobody answers.
+        TransportError: No server answers.
     """
 
     def __init__(self, url: str, sampling: Mapping[str, float]) -> None:
@@ -297,8 +307,8 @@ class RemoteModel:
         """Yield the answer in pieces; closing the iterator cancels it.
 
         Raises:
-            RequestError: the server refuses the conversation or fails to answer it.
-            TransportError: the server is gone.
+            RequestError: The server rejects the conversation or fails to answer it.
+            TransportError: The connection is lost.
         """
         body = {"model": self.name, "messages": list(messages), "stream": True, **self._sampling}
         with open_url(self._url, "/v1/chat/completions", TOKEN_S, body) as response:

@@ -42,7 +42,7 @@ PEER_MEMORY = ("nvidia_peermem", "nv_peer_mem")
 
 
 class Status(enum.Enum):
-    """How a finding is shown; only PROBLEM makes the command fail."""
+    """Severity of a finding; only PROBLEM makes the command fail."""
 
     OK = "[green]ok[/]"
     NOTE = "[yellow]note[/]"
@@ -217,7 +217,7 @@ def _model() -> Finding:
 
 
 def lines(found: Locality) -> Iterator[tuple[str, str]]:
-    """Yield what to show of a machine: (part, what is known of that part)."""
+    """Yield lines (part, description) about a machine's topology."""
     for node in found.nodes:
         memory = f", {node.memory_bytes / 2**30:.1f} GiB" if node.memory_bytes else ""
         yield f"NUMA node {node.number}", f"cores {core_list(node.cores) or 'none'}{memory}"
@@ -402,7 +402,6 @@ def encryption(obstacle: str) -> Finding:
 
 
 def _try(transport: "Transport") -> str | None:
-    """Return why a write into an arena of this process or its doorbell fails; None if both work."""
     from lamina.control.secret import new
     from lamina.planning.profiling.transports import make_endpoint
     from lamina.transport.listener import LOOPBACK

@@ -1,4 +1,4 @@
-"""Sends an OpenAI-compatible server a load, and measures its answers as their clients see them."""
+"""Sends a load to an OpenAI-compatible server, and measures its answers as clients see them."""
 
 import asyncio
 import json
@@ -30,9 +30,12 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class Turn:
-    """One request: runs of its own prompt's tokens, as in ``TracedRequest``, and the tokens of its answer.
+    """One request of a conversation.
 
-    ``answer``: the id that later prompts give the answer; None if none repeats it.
+    Attributes:
+        content: The turn's prompt as runs of tokens, as in ``TracedRequest``.
+        output: Most tokens of the answer.
+        answer: Id of the answer in later prompts; None if no prompt repeats it.
     """
 
     content: Content
@@ -42,7 +45,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Requests that follow one another, each with all earlier ones before it. Times are in seconds."""
+    """Consecutive requests, each with all earlier turns in its prompt. Times are in seconds."""
 
     at_s: float
     turns: Sequence[Turn]
@@ -51,13 +54,18 @@ class Conversation:
 
 @dataclass
 class Answer:
-    """What a client saw of one request. Times are in seconds since the load began.
+    """One request as its client saw it. Times are in seconds since the load began.
 
     Attributes:
-        late_s: How much later than planned this client sent it.
+        sent_s: When the request was sent.
+        late_s: How much later than planned it was sent.
         arrivals_s: When parts of the text arrived; a part has one token or more.
-        counted: The server has counted the tokens; else ``output_tokens`` are the parts.
-        error: Why there is no whole answer; empty if there is one.
+        end_s: When the answer ended.
+        prompt_tokens: Tokens of the prompt.
+        output_tokens: Tokens of the answer; number of parts unless ``counted``.
+        counted: Whether the server has reported token counts.
+        error: Why the answer is incomplete; empty if it is complete.
+        text: Text of the answer.
     """
 
     sent_s: float
@@ -107,7 +115,7 @@ def conversations(times: Sequence[float], turns: int, prompt: int, output: int, 
 
 
 def of_trace(requests: Sequence[TracedRequest], speed: float) -> list[Conversation]:
-    """Return the requests of a trace, ``speed`` times as fast. Prompts have in common what the trace says."""
+    """Return the requests of a trace, ``speed`` times as fast, with the trace's shared prefixes."""
     ids = 1 + max((number for one in requests for number, _ in one.content), default=0)
     return [
         Conversation(one.arrival_s / speed, [Turn(one.content or ((ids + index, one.prompt),), one.output, one.answer)])
@@ -237,9 +245,9 @@ def first_model(url: str, headers: Mapping[str, str]) -> str:
 
 
 def figures(answers: Sequence[Answer], ttft_s: float, tbt_s: float) -> dict[str, Any]:
-    """Return what was measured, in seconds and per second.
+    """Return the measured figures, in seconds and per second.
 
-    A request counts as good if its time to first token is at most ``ttft_s`` and its mean time per token ``tbt_s``.
+    A request counts for the goodput if its TTFT is at most ``ttft_s`` and its mean time per token at most ``tbt_s``.
     """
     whole = [one for one in answers if not one.error]
     seconds = max((one.end_s for one in answers), default=0.0) - min((one.sent_s for one in answers), default=0.0)

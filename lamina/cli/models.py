@@ -44,7 +44,6 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print the list 
 
 
 def _model_row(name: str, commit: str, place: Path, nbytes: int, free: int) -> dict[str, Any]:
-    """Return the row of one model: sizes in bytes, tokens of KV beside its weights, or why it cannot run."""
     from lamina.cli.console import show_size
     from lamina.cluster.slabs import KV_SHARE
     from lamina.models.directory import find

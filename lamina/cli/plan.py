@@ -151,7 +151,7 @@ def plan(
 
 
 def _workload(trace: Path | None, lengths: tuple[int, int]) -> "tuple[Workload, list[TracedRequest]]":
-    """Return what is planned for, and the requests to simulate: those of a trace, or none but their lengths."""
+    """Return the workload, and the requests to simulate: a trace's, or none if only lengths are given."""
     from lamina.planning.plan import workload
     from lamina.planning.simulate.trial import MOST_REPLAYED
 

@@ -160,7 +160,7 @@ def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int, *,
 
 
 def _spread(front: "list[Plan]", best: "Plan") -> "list[Plan]":
-    """Return at most SHOWN plans: a selection from the cheapest to the most expensive, and the recommended one."""
+    """Return at most SHOWN plans of the front, evenly selected by cost, with the recommended one."""
     step = max(1, -(-len(front) // (SHOWN - 1)))
     chosen = front[::step]
     return sorted([best, *(one for one in chosen if one is not best)], key=lambda one: one.usd_per_million_out)

@@ -51,11 +51,7 @@ def show(
     slo: "Slo",
     picture: Path,
 ) -> None:
-    """Print a table for every pair of kinds, and write the picture.
-
-    Raises:
-        ConfigError: every pair has one kind twice.
-    """
+    """Print a table for every pair of kinds, and write the picture. Raises ConfigError if no pair has two kinds."""
     from lamina.cli.console import print_table, print_text
     from lamina.observe.progress import counting_progress
     from lamina.planning import crossover_map as plan_map
@@ -100,7 +96,7 @@ Done = TypeVar("Done")
 
 @contextmanager
 def in_processes(what: str) -> "Iterator[Callable[[Callable[[One], Done], Sequence[One]], Iterable[Done]]]":
-    """Call a function for each of several things, in a process per core, under a progress bar. ``what``: their name."""
+    """Yield a map function that runs in one process per core, under a progress bar. ``what``: name of the items."""
     from lamina.observe.progress import counting_progress
 
     # Processes that are not forked: numpy's threads would be. Ctrl-C is for this one, which ends them.

@@ -1,4 +1,4 @@
-"""The table of `lamina plan` for whole requests: ways to serve, simulated at the highest load within the SLOs."""
+"""Output of `lamina plan` for whole requests: ways to serve, simulated at their highest load within the SLOs."""
 
 import json
 import math
@@ -33,8 +33,7 @@ def show(
 ) -> None:
     """Rank all candidates by the closed form, simulate the best few, and print them with a recommendation.
 
-    Raises:
-        ConfigError: no candidate fits, or none keeps the SLOs.
+    Raises ConfigError if no candidate fits, or none keeps the SLOs.
     """
     from lamina.cli.plan_map import in_processes
     from lamina.observe.progress import waiting
@@ -46,10 +45,10 @@ def show(
     if not found:
         raise _refusal(server, candidates)
     chosen = shortlist(found)
-    # Ways that cost far more by the closed form, which is off by a third at most where it was compared, are given up.
+    # Ways that cost far more by the closed form, whose error was a third at most where compared, are not simulated.
     most_usd = WORSE * min(one.usd_per_request for one in chosen)
     with in_processes("Ways simulated") as run:
-        trials = [trial for trial in run(partial(course.most, most_usd=most_usd), chosen) if trial is not None]
+        trials = [trial for trial in run(partial(course.highest_load, most_usd=most_usd), chosen) if trial is not None]
     if not trials:
         raise ConfigError(
             f"none of the {len(chosen)} best ways keeps p99 TTFT {server.slo.ttft_s:g} s and p99 TBT "
@@ -173,11 +172,11 @@ def _broken(cell: str) -> str:
 
 
 def advice(trials: "Sequence[Trial]", offloads: bool) -> list[str]:
-    """Say what to rent, what it serves and costs, and why.
+    """Return lines with the recommendation: what to rent, what it serves and costs, and why.
 
     Args:
-        trials: the first is recommended.
-        offloads: whether a second pool was offered, to which attention might have been offloaded.
+        trials: Ranked trials; the first is recommended.
+        offloads: Whether candidates with offloaded attention existed.
     """
     return [*_rent(trials, offloads), serves(trials[0]), *_runner_up(trials)]
 
@@ -189,7 +188,7 @@ def _offloads(candidates: "Sequence[Way]") -> bool:
 
 
 def serves(trial: "Trial") -> str:
-    """Return what a way serves and costs, and how far both may be off."""
+    """Return a sentence with a way's load and cost, and their errors."""
     return (
         f"It serves {trial.requests_s:.2f} requests/s for ${trial.capacity.usd_per_hour:.2f}/h: "
         f"${1000 * trial.usd_per_request:.2f} for 1,000 requests, ${trial.usd_per_million_in:.2f} for a million "
@@ -246,8 +245,7 @@ def _compared(ratio: float) -> str:
 
 
 def front(trials: "Sequence[Trial]") -> "list[Trial]":
-    """Return the Pareto front, the cheapest first: ways that no other beats in both dollars per request and p99 time
-    between tokens."""
+    """Return the Pareto front of dollars per request and p99 time between tokens, cheapest first."""
     kept: list[Trial] = []
     for trial in sorted(trials, key=lambda one: one.usd_per_request):
         if not kept or trial.result.tbt_s.p99 < kept[-1].result.tbt_s.p99:
@@ -267,7 +265,7 @@ def agreement(trials: "Sequence[Trial]") -> str:
 
 
 def _best_to_launch(shape: "ModelShape", course: "Course", trials: "Sequence[Trial]", model: str) -> list[str]:
-    """Say how the cheapest way that `lamina launch` starts compares, if another way is recommended."""
+    """Compare the cheapest way that `lamina launch` starts to the recommended way, if they differ."""
     best = trials[0]
     if obstacle(best.way, shape, model) is None:
         return []
@@ -283,7 +281,7 @@ def _best_to_launch(shape: "ModelShape", course: "Course", trials: "Sequence[Tri
 
 
 def _left_out(server: "Server", candidates: "Sequence[Way]") -> list[str]:
-    """Explain why kinds of devices given do not appear: the workload or the weights do not fit them."""
+    """Explain why given kinds of devices do not appear: the workload or the weights do not fit them."""
     from lamina.planning.plan.ways import Kind
 
     notes = []

@@ -73,7 +73,7 @@ def application(role: Role, kind: str, name: str = "") -> Apply:
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Where the worker runs.
+    """Device, addresses and cores of the worker.
 
     Attributes:
         device: "cpu", "cuda:INDEX", or "emulated".
@@ -109,7 +109,7 @@ class Agent:
         os.eventfd_write(self._wakeup, 1)
 
     def run(self) -> str:
-        """Run until the worker has ended. Returns its name; empty if the agent left before it had a worker.
+        """Run until the worker has ended. Returns the worker's name; empty if the agent left before it had a worker.
 
         Raises:
             ConfigError: The engine cannot be reached, or refuses this machine.
@@ -127,7 +127,6 @@ class Agent:
             os.close(self._wakeup)
 
     def _reach(self) -> None:
-        """Wait until the engine listens."""
         begin, told = time.monotonic(), False
         remedy = "start the engine with --listen, and give its address and port to --engine"
         while True:
@@ -183,7 +182,7 @@ class Agent:
                 raise self._silence(known)
 
     def _read_events(self, monitor: "zmq.Socket[bytes]", known: bool) -> bool:
-        """Return whether the engine has accepted this agent's key, ``known`` so far."""
+        """Return whether the engine has accepted this agent's key. ``known``: the result of the last call."""
         for event in _events(monitor):
             if event & _FAILED and not known:
                 raise ConfigError(
@@ -235,7 +234,7 @@ class Agent:
         log.warning("this machine runs %s for the engine at %s", self._name, self._where)
 
     def _leave(self, dealer: "zmq.Socket[bytes]") -> bool:
-        """Ask the engine to leave, or end the worker at the second request. True if there is no worker."""
+        """Ask the engine to let the worker leave; end it at the second call. Returns True if there is no worker."""
         self._leaves += os.eventfd_read(self._wakeup)
         if self._name and self._leaves > 1:
             self._end_at = 0.0
@@ -252,7 +251,7 @@ class Agent:
 
 
 class AgentActor:
-    """An agent in a Ray actor; its worker's process ends with the actor's. Does not import Ray, which makes the actor.
+    """Runs an agent as a Ray actor; its worker's process ends with the actor's. Does not import Ray.
 
     No secret goes through Ray: the actor generates its key pair and returns the public key. Everything else reaches the
     worker over its connection to the engine, encrypted with that pair.
@@ -266,7 +265,7 @@ class AgentActor:
         return bytes(self._public)
 
     def run(self, engine: tuple[str, int], engine_key: bytes, name: str, role: Role, kind: str, device: str) -> str:
-        """Run worker ``name`` until it has ended. Returns an error that the engine does not know, or an empty text."""
+        """Run worker ``name`` until it has ended. Returns an error that was not reported to the engine, or ""."""
         environment()  # report invalid variables of this node here, not from the worker
         keys = Keys(engine_key, self._public, self._secret)
         try:
@@ -279,7 +278,6 @@ class AgentActor:
 
 
 def _events(monitor: "zmq.Socket[bytes]") -> Iterator[int]:
-    """Yield the events of a connection since the last call."""
     with contextlib.suppress(zmq.Again):
         while True:
             yield int(recv_monitor_message(monitor, zmq.NOBLOCK)["event"])

@@ -1,12 +1,11 @@
-"""Brings started worker processes up to a cluster that can run steps, over the control plane alone.
+"""Makes a cluster of started worker processes: models loaded, slabs allocated, all links tested.
 
-A cluster may also consist of the workers of an engine that has ended: they keep weights and links, and forget all
-requests. Whenever the members change, the engine saves the state that its successor needs. Only members that are linked
-to all others are saved: a worker that was joining or leaving when the engine ended is ended too.
+An engine that replaces one that has ended takes over the workers, which keep weights and links and forget all requests.
+For this, the engine saves its state whenever the members change. Only members that are linked to all others are saved;
+the next engine ends workers that were joining or leaving.
 """
 
 import dataclasses
-import itertools
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -22,8 +21,16 @@ from lamina.cluster.conversations import (
     OnProgress,
     converse,
 )
-from lamina.cluster.joining import Fabric, check_same_model, check_version, local_setup, read_clock, reservation
-from lamina.cluster.linking import Pair, SlotSizes, link
+from lamina.cluster.joining import (
+    Fabric,
+    check_same_model,
+    check_version,
+    local_setup,
+    part_setup,
+    read_clock,
+    reservation,
+)
+from lamina.cluster.linking import Pair, link
 from lamina.cluster.local_workers import SupervisedWorkers
 from lamina.cluster.pool import CPU
 from lamina.cluster.sizing import ClusterPlan
@@ -45,7 +52,7 @@ from lamina.control.messages import (
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, DeadlineError, TransportError, UnreachableError
 from lamina.core.heads import HeadShards
-from lamina.core.topology import Epoch, Member, Role, Topology
+from lamina.core.topology import Epoch, Member, Pool, Topology
 from lamina.dataplane.leases import messages, slot_rows
 from lamina.dataplane.transport_choice import Choice, Offer
 
@@ -56,7 +63,7 @@ POLL_S = 0.01
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the engine needs to know about a running cluster.
+    """A running cluster, as ``bring_up`` or ``take_over`` returns it to the engine.
 
     Attributes:
         topology: The members at the start.
@@ -64,7 +71,7 @@ class Cluster:
         memory_setup: How workers with a slab were set up.
         links: The transport of each pair of workers.
         fabric: How further workers are set up; None: no worker can join.
-        wanted: How many workers the pools are to have; None: as many as there are.
+        wanted: Target size of each pool; None: the present size.
     """
 
     topology: Topology
@@ -72,10 +79,10 @@ class Cluster:
     memory_setup: MemorySetup
     links: Mapping[Pair, Choice] = field(default_factory=dict)
     fabric: Fabric | None = None
-    wanted: Mapping[Role, int] | None = None
+    wanted: Mapping[Pool, int] | None = None
 
     @classmethod
-    def from_members(cls, fabric: Fabric, topology: Topology, wanted: Mapping[Role, int] | None = None) -> "Cluster":
+    def from_members(cls, fabric: Fabric, topology: Topology, wanted: Mapping[Pool, int] | None = None) -> "Cluster":
         """Return the cluster of linked members."""
         kinds = {member.kind for member in topology.members if member.role == "compute"}
         may_grow = fabric.memory_setup.ranks == 1 or kinds == {CPU}  # see Sums.reset
@@ -89,23 +96,23 @@ class Cluster:
 
     @property
     def missing(self) -> int:
-        """Memory workers that were lost with the last engine and are to be started again."""
+        """Number of memory workers that were lost with the last engine and will be started again."""
         return 0 if self.wanted is None else max(0, self.wanted["memory"] - len(self.topology.memories))
 
     @property
     def whole(self) -> Mapping[str, int]:
-        """Token slots by worker once those that are missing have been started again."""
+        """Token slots by worker once the missing workers have been started again."""
         most = max(self.capacities.values())
         return {**self.capacities, **{f"missing{number}": most for number in range(self.missing)}}
 
     @property
     def shards(self) -> HeadShards:
-        """How the heads of the model are cut."""
+        """How the model's heads are sharded."""
         return HeadShards(max(spec.kv_heads for spec in self.loaded.attentions), self.memory_setup.head_shards)
 
     @property
     def window(self) -> int:
-        """The largest window of layers that forget; 0 if none do."""
+        """The largest window, in tokens, of layers that drop older tokens; 0 if no layer does."""
         setup = self.memory_setup
         return max(spec.window for spec in setup.attentions) if setup.forgets else 0
 
@@ -113,7 +120,7 @@ class Cluster:
 def greet(control: ControlServer, workers: Launcher, names: Sequence[str], timeout_s: float) -> dict[str, Hello]:
     """Wait for the first message of each worker.
 
-    Raises ConfigError if one is of another release, WorkerError or DeadlineError if one does not come.
+    Raises ConfigError if a worker is of another release, WorkerError or DeadlineError if a message does not arrive.
     """
     greetings = Gather(control, workers, lambda worker, progress: None).all(Hello, names, timeout_s)
     for name, hello in greetings.items():
@@ -127,16 +134,12 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     Raises the worker's own UserError if the user can fix it, else TransportError, WorkerError or DeadlineError.
     """
     gather = Gather(control, workers, on_progress)
-    ranks, stages = plan.pipeline.ranks, plan.pipeline.stages
     with tempfile.TemporaryDirectory(prefix="lamina-") as folder:
         for number, name in enumerate(plan.computes):
-            threads, meeting = plan.threads("compute", plan.greetings[name]), f"{folder}/stage{number // ranks}"
-            part = {"rank": number % ranks, "ranks": ranks, "stage": number // ranks % stages, "stages": stages}
-            setup_of = msgspec.structs.replace(plan.compute_setup, threads=threads, meeting=meeting, **part)
-            control.send([name], setup_of)
+            control.send([name], part_setup(plan, number, plan.greetings[name], folder))
         loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
     plan = with_turns(plan, len(loaded.attentions) + 1)
-    if stages > 1:
+    if plan.pipeline.stages > 1:
         plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, starts=loaded.starts))
     local = plan.computes if plan.compute_setup.local else []
     holders = [*local, *plan.memories]
@@ -158,13 +161,14 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         for role, pool in plan.kinds.items()
         for name, kind in pool.items()
     ]
-    _connect(control, gather, fabric, members, epoch)
-    return Cluster.from_members(fabric, Topology(epoch, tuple(members), plan.pipeline))
+    topology = Topology(epoch, tuple(members), plan.pipeline)
+    _connect(control, gather, fabric, topology)
+    return Cluster.from_members(fabric, topology)
 
 
 def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
-    """How heads are cut. Raises ConfigError if they are to be on several memory workers, and cannot."""
-    shards = HeadShards.over(loaded.attentions, plan.compute_setup.head_workers, plan.pipeline.ranks)
+    """Return how heads are sharded. Raises ConfigError if memory workers must share heads and cannot."""
+    shards = HeadShards.for_model(loaded.attentions, plan.compute_setup.head_workers, plan.pipeline.ranks)
     if plan.compute_setup.local and (sharers := shards.sharers(plan.pipeline.ranks)) > 1:
         raise ConfigError(
             f"{sharers} ranks of a replica share each of the {shards.heads} KV heads, which local memory would have to "
@@ -180,7 +184,6 @@ def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
 
 
 def _same(plan: ClusterPlan, loaded: Mapping[str, ModelLoaded]) -> ModelLoaded:
-    """Return what the first compute worker has loaded. Raises ConfigError unless all others have loaded the same."""
     first = plan.computes[0]
     for name in plan.computes[1:]:
         check_same_model(plan, loaded[first], loaded[name], name, plan.greetings[name].machine)
@@ -188,10 +191,10 @@ def _same(plan: ClusterPlan, loaded: Mapping[str, ModelLoaded]) -> ModelLoaded:
 
 
 def with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
-    """``plan`` without arrangements that a model of so many slices cannot run.
+    """Return ``plan`` without lanes that rotate, if the model has fewer ``slices`` than replicas.
 
-    Where lanes rotate, every replica runs at least one slice of every step, so there must be enough slices. Raises
-    ConfigError if the configured order is rotational and there are too few.
+    Where lanes rotate, every replica runs at least one slice of every step. Raises ConfigError if the configured order
+    is rotational and the model has too few slices.
     """
     if plan.pipeline.replicas <= slices:
         return plan
@@ -204,14 +207,13 @@ def with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
 
 
 def _links(plan: ClusterPlan) -> int:
-    """Return the most links that a worker has at the start."""
     return max(1, len(plan.greetings) - 1)
 
 
 def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup) -> Fabric:
-    """Return how to link the workers of a plan, of which only the greetings are known yet."""
+    """Return the fabric of a plan whose workers have sent their greetings."""
     pipeline, rows = plan.pipeline, plan.compute_setup.rows
-    may_move = any(one.rotates for one in (pipeline.start, *pipeline.choices))
+    may_move = any(one.rotates for one in (pipeline.first_arrangement, *pipeline.choices))
     context_nbytes = loaded.context_nbytes if may_move or pipeline.stages > 1 else 0
     sizes = messages(loaded.attentions, loaded.dtype, rows, context_nbytes, pipeline.ranks, _links(plan))
     fabric = Fabric(workers, plan, loaded, setup, sizes)
@@ -220,43 +222,30 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
     return fabric
 
 
-def _between_ranks(fabric: Fabric) -> dict[Pair, SlotSizes]:
-    """Return the slots that the ranks of each stage have for each other's sums."""
-    computes, ranks, size = fabric.plan.computes, fabric.plan.pipeline.ranks, fabric.sizes.sums
-    stages = [computes[first : first + ranks] for first in range(0, len(computes), ranks)]
-    return {pair: SlotSizes(size, size) for stage in stages for pair in itertools.combinations(stage, 2)}
-
-
-def _connect(control: ControlServer, gather: Gather, fabric: Fabric, members: Sequence[Member], epoch: Epoch) -> None:
-    plan, roles = fabric.plan, {member.name: member.role for member in members}
-    computes, memories, order = plan.computes, plan.memories, plan.pipeline
-    near = {  # the compute workers to which another one may send something besides sums, or get it from
-        name: [far for other, far in enumerate(computes) if order.exchanges(number, other)]
-        for number, name in enumerate(computes)
-    }
+def _connect(control: ControlServer, gather: Gather, fabric: Fabric, topology: Topology) -> None:
+    """Link all members with each other."""
+    plan, members = fabric.plan, topology.members
+    names, memories = [member.name for member in members], set(topology.memories)
     for role in ("compute", "memory"):
         group = [member for member in members if member.role == role]
         for member in group:
-            linked = len(near[member.name]) + 1 if member.name in near else len(computes)
-            control.send([member.name], fabric.register(member, linked, len(memories)))
+            control.send([member.name], fabric.register(member, topology))
         registered = gather.all(Registered, [member.name for member in group], CONNECT_TIMEOUT_S)
         fabric.offers.update({name: message.offer for name, message in registered.items()})
-    apart = itertools.combinations(roles, 2)
-    pairs = {(a, b): fabric.slots(roles, a, b) for a, b in apart if b not in near or a in near[b]}
-    slots = {pair: each for pair, each in pairs.items() if each is not None} | _between_ranks(fabric)
-    between = {pair: each for pair, each in slots.items() if roles[pair[0]] == "memory"}
+    slots = fabric.slots(topology, names)
+    between = {pair: each for pair, each in slots.items() if memories.issuperset(pair)}
     used = {pair: each for pair, each in slots.items() if pair not in between}
     fabric.links.update(converse(gather, link(control, plan.config.transport, fabric.offers, used)))
-    if between:  # these prefer transports that are used already
+    if between:  # links between ranks prefer transports that are used already
         fabric.links.update(
             converse(gather, link(control, plan.config.transport, fabric.offers, between, fabric.links))
         )
-    control.send(list(roles), Connect(computes, memories, order, epoch))
-    gather.all(Connected, list(roles), CONNECT_TIMEOUT_S)
+    control.send(names, Connect(plan.computes, plan.memories, topology.pipeline, topology.epoch))
+    gather.all(Connected, names, CONNECT_TIMEOUT_S)
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """The state of a running cluster that another engine cannot find out from its workers."""
+    """The state of a running cluster that the next engine cannot ask its workers for."""
 
     topology: Topology
     loaded: ModelLoaded
@@ -266,11 +255,11 @@ class Saved(msgspec.Struct, frozen=True):
     greetings: dict[str, Hello]
     offers: dict[str, Offer]
     links: list[tuple[str, str, Choice]]
-    wanted: dict[Role, int]
+    wanted: dict[Pool, int]
 
     @classmethod
     def from_topology(
-        cls, fabric: Fabric, topology: Topology, wanted: Mapping[Role, int], max_model_len: int
+        cls, fabric: Fabric, topology: Topology, wanted: Mapping[Pool, int], max_model_len: int
     ) -> "Saved":
         """Return the state with the members of ``topology``. ``wanted``: target size of each pool."""
         names = topology.names
@@ -291,9 +280,9 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterPlan, saved: Saved) -> Cluster:
-    """Return the cluster of the remaining workers, which have forgotten all requests.
+    """Return the cluster of the last engine's remaining workers, which have forgotten all requests.
 
-    Raises TransportError if a role has no worker any more, or workers do not answer.
+    Raises TransportError if a role has no worker left, or workers do not answer.
     """
     plan = with_turns(plan, len(saved.loaded.attentions) + 1)
     fabric = fabric_of(workers, plan, saved.loaded, saved.memory_setup)
@@ -314,7 +303,7 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
 
 
 def _end_epoch(control: ControlServer, workers: SupervisedWorkers, topology: Topology) -> bool:
-    """Let all members drop the last engine's steps. Returns False if one of them exits meanwhile.
+    """Let all members drop the last engine's steps. Returns False if a member exits meanwhile.
 
     Raises DeadlineError.
     """
@@ -335,7 +324,6 @@ def _end_epoch(control: ControlServer, workers: SupervisedWorkers, topology: Top
 
 
 def _tell(control: ControlServer, workers: Collection[str], message: EndEpoch) -> set[str]:
-    """Returns the workers that have not connected yet."""
     try:
         control.send(sorted(workers), message)
     except UnreachableError as error:

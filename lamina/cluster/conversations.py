@@ -1,4 +1,4 @@
-"""Collects the workers' answers while a cluster is brought up, and turns their failures into exceptions."""
+"""Collects workers' replies while a cluster is brought up, and turns workers' failures into exceptions."""
 
 import platform
 import time
@@ -22,7 +22,7 @@ from lamina.control.messages import (
 )
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import DeadlineError, LaminaError, TransportError, WorkerError, user_error
-from lamina.core.topology import Role
+from lamina.core.topology import Pool, Role
 
 POLL_S = 0.2
 START_TIMEOUT_S = 120.0
@@ -38,7 +38,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class Ask:
-    """One answer of this kind is expected from each of these workers within ``timeout_s``."""
+    """Expects one message of type ``kind`` from each of the workers ``names`` within ``timeout_s``."""
 
     kind: type[ToEngine]
     names: Sequence[str]
@@ -53,7 +53,7 @@ Conversation = Generator[Ask, dict[str, Any], ResultT]
 
 
 def converse(gather: "Gather", conversation: Conversation[ResultT]) -> ResultT:
-    """Run a conversation to its end and return its result. Raises what it raises, and what ``Gather.all`` does."""
+    """Run a conversation to its end and return its result. Raises its errors and those of ``Gather.all``."""
     answers: dict[str, Any] | None = None
     while True:
         try:
@@ -65,9 +65,10 @@ def converse(gather: "Gather", conversation: Conversation[ResultT]) -> ResultT:
 
 
 class Wish(NamedTuple):
-    """What somebody on another machine wants of the engine: that a worker joins, or that ``leaver`` leaves.
+    """A request from another machine to the engine: that a worker joins, or that ``leaver`` leaves.
 
-    ``moves``: its machine is to end, and another worker of its kind takes its place elsewhere. Wished again and again.
+    ``moves``: the leaver's machine will be shut down, and a new worker of its kind replaces it elsewhere. Such a wish
+    is repeated until the worker has left.
     """
 
     role: Role
@@ -77,26 +78,27 @@ class Wish(NamedTuple):
 
 
 class Workers(Protocol):
-    """Handle on the worker processes, wherever they run."""
+    """Watches and ends worker processes, wherever they run."""
 
     def ended(self) -> Mapping[str, str]:
         """Workers that have exited, with the known reason."""
         ...
 
     def kill_worker(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
-        """End this worker at once. When this returns it can do nothing any more, and ``ended`` leaves it out.
+        """End a worker at once. It can then write to nobody, and ``ended`` leaves it out.
 
         Args:
-            cut: its peers close their connections to it. Then it may be out of reach and go on for a while, as long as
-                it shares memory with nobody who stays: ``ended`` names those who have to go with it.
-            reason: for those who have started it.
+            worker: Name of the worker.
+            cut: Its peers close their connections to it. An unreachable worker may then run on for a while if it
+                shares memory with no remaining worker: ``ended`` names workers that must be ended with it.
+            reason: Told to whoever started the worker.
 
-        Raises TransportError if it cannot be ended.
+        Raises TransportError if the worker cannot be ended.
         """
         ...
 
     def wishes(self) -> Sequence[Wish]:
-        """Return what has been wished for since the last call."""
+        """Return the wishes since the last call."""
         ...
 
     def close(self) -> None:
@@ -105,14 +107,14 @@ class Workers(Protocol):
 
 
 class Launcher(Workers, Protocol):
-    """Can also start workers."""
+    """Starts, watches and ends worker processes."""
 
-    def default_kind(self, role: Role) -> str:
-        """Return the kind of workers that are added without one being named."""
+    def default_kind(self, pool: Pool) -> str:
+        """Return the kind of added workers if none is named."""
         ...
 
     def validate_pool(self, role: Role, kind: str, count: int) -> None:
-        """Raises ConfigError for an unknown kind, or if a pool of ``count`` such workers is more than there can be."""
+        """Raise ConfigError for an unknown kind, or if a pool cannot have ``count`` workers of it."""
         ...
 
     def start(self, worker: Start) -> None:
@@ -120,12 +122,12 @@ class Launcher(Workers, Protocol):
         ...
 
     def kill(self, reason: str = "") -> None:
-        """End all workers at once. ``reason``: for those who have started them elsewhere."""
+        """End all workers at once. ``reason``: told to whoever started them elsewhere."""
         ...
 
 
 class Gather:
-    """Collects one answer from each of several workers while watching for failed and exited ones."""
+    """Waits for one message from each of several workers while watching for failed and exited workers."""
 
     def __init__(self, control: ControlServer, workers: Workers, on_progress: OnProgress) -> None:
         self._control = control
@@ -133,7 +135,7 @@ class Gather:
         self._on_progress = on_progress
 
     def all(self, kind: type[MessageT], names: Sequence[str], timeout_s: float) -> dict[str, MessageT]:
-        """One message of this kind from each worker, by its name. Raises DeadlineError, WorkerError and UserErrors."""
+        """Return one message of type ``kind`` by worker. Raises DeadlineError, WorkerError and workers' UserErrors."""
         answers: dict[str, MessageT] = {}
         deadline = time.monotonic() + timeout_s
         while len(answers) < len(names):
@@ -168,7 +170,7 @@ class Gather:
 
 
 def silence(silent: Mapping[str, float]) -> TransportError:
-    """Return the error for workers that have not answered a ping for so many seconds."""
+    """Return the error for workers that have not answered pings. ``silent``: seconds by worker."""
     named = ", ".join(f"worker {worker} has not answered for {seconds:.0f} s" for worker, seconds in silent.items())
     return TransportError(
         f"{named}: its process is stopped (SIGSTOP, a debugger), or its machine or the network to it hangs"

@@ -1,8 +1,10 @@
-"""Brings one more worker into a cluster that serves, as conversations with it and with those that serve."""
+"""Brings more workers into a cluster that serves: conversations with the joiners and with all members."""
 
 import functools
+import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -18,6 +20,7 @@ from lamina.cluster.linking import Pair, SlotSizes, link
 from lamina.cluster.sizing import ClusterPlan, boot
 from lamina.cluster.slabs import SlabSize, kv_bytes_of_joiner, slab_of, slab_there, slots
 from lamina.control.messages import (
+    ComputeSetup,
     Connect,
     Connected,
     Hello,
@@ -34,6 +37,7 @@ from lamina.control.sockets import ControlServer
 from lamina.control.timeline import READINGS, Clock, ClockReading
 from lamina.core import __version__
 from lamina.core.errors import ConfigError
+from lamina.core.pipeline import Pipeline
 from lamina.core.topology import Member, Role, Topology
 from lamina.core.types import Overlap
 from lamina.dataplane.leases import SPARE_LINKS, Messages
@@ -55,9 +59,11 @@ class Fabric:
         loaded: The model as the first compute worker has loaded it.
         memory_setup: The message to workers with a slab; capacities and threads may differ.
         sizes: Sizes of messages.
-        offers, links, greetings: Those of the workers so far, by name and by pair.
+        offers: Transports that each worker offers, by name.
+        greetings: First message of each worker, by name.
+        links: Transport of each linked pair.
         clocks: The clocks of other machines, by host, where a timeline is recorded.
-        pinned: Workers whose arenas RDMA may pin: they have no room for links beyond those at the start.
+        pinned: Workers whose arenas RDMA may pin, which have no space for links beyond those at the start.
     """
 
     launcher: Launcher
@@ -82,44 +88,69 @@ class Fabric:
         return candidates(self.plan.config.transport, {hello.host for hello in self.plan.greetings.values()})
 
     def on_hello(self, name: str, hello: Hello) -> None:
-        """A worker has greeted."""
+        """Record a worker's first message."""
         self.greetings[name] = hello
         if hello.rdma and Transport.RDMA in self.transports and not self.plan.config.tls:
             self.pinned.add(name)
 
-    def register(self, member: Member, computes: int, memories: int) -> Register:
-        """Return the arena of a worker of a cluster with so many of each role, itself included."""
-        arena = self.sizes.compute_arena if member.role == "compute" else self.sizes.memory_arena
-        size, plan = arena(computes, memories, 0 if member.name in self.pinned else SPARE_LINKS), self.plan
+    def register(self, member: Member, topology: Topology) -> Register:
+        """Return the arena of a member, with room for its links to the other members of ``topology``."""
+        spare, plan, computes = 0 if member.name in self.pinned else SPARE_LINKS, self.plan, topology.computes
+        memories = len(topology.memories)
+        if member.role == "compute":
+            own = computes.index(member.name)
+            linked = sum(topology.pipeline.exchanges(own, other) for other in range(len(computes)))
+            size = self.sizes.compute_arena(1 + linked, memories, spare)
+        else:
+            size = self.sizes.memory_arena(len(computes), memories, spare)
         spin_s = plan.machines.spins_s().get(boot(member.host), SPIN_S)
         return Register(size, list(self.transports), spin_s, plan.config.tls, plan.is_open)
 
     def clock_of(self, name: str) -> Clock | None:
-        """Return the clock of a worker's machine; None: that of this process, as far as is known."""
+        """Return the clock of a worker's machine; None if it is this process's clock or unknown."""
         return self.clocks.get(self.greetings[name].host) if name in self.greetings else None
 
     def keep_members(self, members: Collection[str]) -> None:
-        """Forget the offers and links of all but these."""
+        """Forget offers and links of all workers but ``members``."""
         for name in self.offers.keys() - set(members):
             del self.offers[name], self.greetings[name]
         for pair in [pair for pair in self.links if not set(pair) <= set(members)]:
             del self.links[pair]
 
-    def slots(self, roles: Mapping[str, Role], near: str, far: str) -> SlotSizes | None:
-        """Return the slots of two workers for each other's messages; None: they need no link."""
+    def slots(self, topology: Topology, joiners: Collection[str]) -> dict[Pair, SlotSizes]:
+        """Return the slots for each other's messages of every pair of workers that needs a link, of which one at least
+        is among ``joiners``, the second of its pair."""
+        members = sorted(topology.members, key=lambda member: member.name in joiners)
+        order, found = topology.pipeline, dict[Pair, SlotSizes]()
+        numbers = {name: number for number, name in enumerate(topology.computes)}
+        for place, far in enumerate(members):
+            for near in members[:place] if far.name in joiners else ():
+                if near.role == far.role == "compute":
+                    slots = self._between_computes(order, numbers[near.name], numbers[far.name])
+                else:
+                    slots = self._beside_memory(near.role, far.role)
+                if slots is not None:
+                    found[near.name, far.name] = slots
+        return found
+
+    def _beside_memory(self, near: Role, far: Role) -> SlotSizes:
         sizes = self.sizes
-        match roles[near], roles[far]:
-            case "compute", "memory":
-                return SlotSizes(sizes.reply, sizes.request, on_devices=True)
-            case "memory", "compute":
-                return SlotSizes(sizes.request, sizes.reply, on_devices=True)
-            case "memory", "memory":
-                return SlotSizes(0, 0)
-        return SlotSizes(sizes.context, sizes.context) if sizes.context else None
+        if near == far:
+            return SlotSizes(0, 0)
+        if near == "compute":
+            return SlotSizes(sizes.reply, sizes.request, on_devices=True)
+        return SlotSizes(sizes.request, sizes.reply, on_devices=True)
+
+    def _between_computes(self, order: Pipeline, near: int, far: int) -> SlotSizes | None:
+        """Return the slots of two compute workers, by their numbers in the pipeline; None: they need no link."""
+        if near // order.ranks == far // order.ranks:
+            return SlotSizes(self.sizes.sums, self.sizes.sums)
+        context = self.sizes.context
+        return SlotSizes(context, context) if context and order.exchanges(near, far) else None
 
 
 def read_clock(control: ControlServer, fabric: Fabric, name: str) -> Conversation[None]:
-    """Read the clock of a worker's machine, if that is another one and a timeline is recorded."""
+    """Read the clock of a worker on another machine, if a timeline is recorded."""
     there = fabric.greetings[name].host
     if not fabric.plan.compute_setup.trace or there == host():
         return
@@ -133,7 +164,7 @@ def read_clock(control: ControlServer, fabric: Fabric, name: str) -> Conversatio
 
 
 def check_version(name: str, hello: Hello) -> None:
-    """Raises ConfigError if a worker is of another release than this process."""
+    """Raise ConfigError if a worker is of another release than this process."""
     if hello.version != __version__:
         raise ConfigError(
             f"{name} on {hello.machine} runs lamina {hello.version or 'of an unknown release'}, the engine "
@@ -155,67 +186,114 @@ def check_same_model(plan: ClusterPlan, first: ModelLoaded, other: ModelLoaded, 
         )
 
 
-def prepare_worker(
-    control: ControlServer, fabric: Fabric, name: str, role: Role, kind: str, promised: Callable[[str], int]
-) -> Conversation[Member]:
-    """Wait for a worker that was started and have it load the model, if it computes, and make its slab, if it has one.
+def part_setup(plan: ClusterPlan, number: int, hello: Hello, folder: str) -> ComputeSetup:
+    """Return the message to compute worker ``number``, counted over all replicas that are set up together.
 
     Args:
+        hello: The worker's greeting.
+        folder: A folder of the engine's machine by which the ranks of each stage meet. Its files are theirs.
+    """
+    ranks, stages = plan.pipeline.ranks, plan.pipeline.stages
+    stage, rank = divmod(number, ranks)
+    return msgspec.structs.replace(
+        plan.compute_setup,
+        threads=plan.threads("compute", hello),
+        meeting=f"{folder}/stage{stage}",
+        rank=rank,
+        ranks=ranks,
+        stage=stage % stages,
+        stages=stages,
+    )
+
+
+def prepare_workers(
+    control: ControlServer, fabric: Fabric, kinds: Mapping[str, str], role: Role, promised: Callable[[str], int]
+) -> Conversation[tuple[Member, ...]]:
+    """Wait for workers that were started and have them load the model, if they compute, and make their slabs, if they
+    have any. Return the future members, in the order of ``kinds``.
+
+    Args:
+        kinds: The kind of each worker: a memory worker, or the compute workers of one replica in order.
         promised: Returns the bytes of KV that memory workers on a host have and have not used.
 
     Raises ConfigError for another release or model, or for too little memory.
     """
-    greeted: dict[str, Hello] = yield Ask(Hello, [name], fabric.plan.start_s)
-    hello, plan = greeted[name], fabric.plan
-    check_version(name, hello)
-    fabric.on_hello(name, hello)
-    yield from read_clock(control, fabric, name)
-    setup, threads = fabric.memory_setup, plan.threads(role, hello)
+    names, plan, setup = list(kinds), fabric.plan, fabric.memory_setup
+    greeted: dict[str, Hello] = yield Ask(Hello, names, plan.start_s)
+    for name in names:
+        check_version(name, greeted[name])
+        fabric.on_hello(name, greeted[name])
+        yield from read_clock(control, fabric, name)
+    holds = role == "memory" or plan.compute_setup.local
     if role == "compute":
-        control.send([name], msgspec.structs.replace(plan.compute_setup, threads=threads))
-        loaded: dict[str, ModelLoaded] = yield Ask(ModelLoaded, [name], LOAD_TIMEOUT_S)
-        check_same_model(plan, fabric.loaded, loaded[name], name, hello.machine)
-        if not plan.compute_setup.local:
-            return Member(name, role, kind, hello.host)
+        yield from _load(control, fabric, [(name, greeted[name]) for name in names])
         setup = local_setup(setup)
+    members, taken = list[Member](), Counter[str]()
+    for name, kind in kinds.items():
+        hello, capacity = greeted[name], 0
+        if holds:
+            own = msgspec.structs.replace(setup, threads=plan.threads(role, hello))
+            capacity = yield from _make_slab(control, fabric, name, own, promised(hello.host) + taken[hello.host])
+            taken[hello.host] += fabric.slab.nbytes(capacity)
+        members.append(Member(name, role, kind, hello.host, capacity))
+    return tuple(members)
+
+
+def _load(control: ControlServer, fabric: Fabric, greeted: Sequence[tuple[str, Hello]]) -> Conversation[None]:
+    """Have the compute workers of a replica load the model. Raises ConfigError if one has loaded another model."""
+    plan, names = fabric.plan, [name for name, _ in greeted]
+    with tempfile.TemporaryDirectory(prefix="lamina-") as folder:
+        for number, (name, hello) in enumerate(greeted):
+            control.send([name], part_setup(plan, number, hello, folder))
+        loaded: dict[str, ModelLoaded] = yield Ask(ModelLoaded, names, LOAD_TIMEOUT_S)
+    for name, hello in greeted:
+        check_same_model(plan, fabric.loaded, loaded[name], name, hello.machine)
+
+
+def _make_slab(
+    control: ControlServer, fabric: Fabric, name: str, setup: MemorySetup, promised: int
+) -> Conversation[int]:
+    """Have a worker make its slab, and return the slab's token slots. ``promised``: bytes that are free on its host,
+    but not for this slab. Raises ConfigError for too little memory."""
+    plan = fabric.plan
     control.send([name], reservation(plan, setup, fabric.sizes.slot_rows))
     control.send([name], Inspect())
     answers: dict[str, Resources] = yield Ask(Resources, [name], LOAD_TIMEOUT_S)
     found = answers[name]
     largest = slab_there(fabric.slab, setup, found).nbytes(setup.capacity)
-    nbytes = kv_bytes_of_joiner(plan.config, found, largest, promised(hello.host))
+    nbytes = kv_bytes_of_joiner(plan.config, found, largest, promised)
     capacity = slots(name, fabric.slab, setup, found, nbytes)
-    control.send([name], msgspec.structs.replace(setup, threads=threads, capacity=capacity))
+    control.send([name], msgspec.structs.replace(setup, capacity=capacity))
     yield Ask(SlabReady, [name], LOAD_TIMEOUT_S)
-    return Member(name, role, kind, hello.host, capacity)
+    return capacity
 
 
 def reservation(plan: ClusterPlan, setup: MemorySetup, slot_rows: int) -> Reserve:
-    """Return what a worker with a slab reserves before its capacity is computed."""
+    """Return the memory that a worker with a slab reserves before its capacity is computed."""
     limits, lanes = plan.limits, plan.pipeline.lanes
     return Reserve(setup, limits.max_num_batched_tokens, limits.max_sequences, DEPTH * lanes, slot_rows, lanes)
 
 
 def local_setup(setup: MemorySetup) -> MemorySetup:
-    """Return the slab of a compute worker, like that of memory workers. There are no messages whose pieces could
-    overlap, and it has no disk: nothing reads that between the steps."""
+    """Return the setup of a compute worker's own slab: without mini-batches, since it receives no messages, and without
+    a disk, which nothing would read between steps."""
     return msgspec.structs.replace(setup, overlap=Overlap(), overcommit=1.0, polling="host")
 
 
-def enter(control: ControlServer, fabric: Fabric, topology: Topology, joiner: Member) -> Conversation[None]:
-    """Link a prepared worker with the members of ``topology``, which includes it.
+def enter(control: ControlServer, fabric: Fabric, topology: Topology, joiners: Sequence[Member]) -> Conversation[None]:
+    """Link prepared workers with each other and with the other members of ``topology``.
 
-    Raises TransportError if it cannot be linked with one of them.
+    Raises TransportError if two workers cannot be linked.
     """
-    name, roles = joiner.name, {member.name: member.role for member in topology.members}
+    names = [joiner.name for joiner in joiners]
+    for joiner in joiners:
+        control.send([joiner.name], fabric.register(joiner, topology))
+    registered: dict[str, Registered] = yield Ask(Registered, names, CONNECT_TIMEOUT_S)
+    own = {name: registered[name].offer for name in names}
+    slots = fabric.slots(topology, names)
+    links = yield from link(control, fabric.plan.config.transport, {**fabric.offers, **own}, slots, fabric.links)
     computes, memories = list(topology.computes), list(topology.memories)
-    control.send([name], fabric.register(joiner, len(computes), len(memories)))
-    registered: dict[str, Registered] = yield Ask(Registered, [name], CONNECT_TIMEOUT_S)
-    offers = {**fabric.offers, name: registered[name].offer}
-    sizes = {(other, name): fabric.slots(roles, other, name) for other in roles if other != name}
-    slots = {pair: each for pair, each in sizes.items() if each is not None}
-    links = yield from link(control, fabric.plan.config.transport, offers, slots, fabric.links)
-    control.send([name], Connect(computes, memories, topology.pipeline, topology.epoch))
-    yield Ask(Connected, [name], CONNECT_TIMEOUT_S)
-    fabric.offers[name] = registered[name].offer
+    control.send(names, Connect(computes, memories, topology.pipeline, topology.epoch))
+    yield Ask(Connected, names, CONNECT_TIMEOUT_S)
+    fabric.offers.update(own)
     fabric.links.update(links)

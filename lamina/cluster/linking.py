@@ -21,8 +21,10 @@ Pair = tuple[str, str]
 
 
 class SlotSizes(NamedTuple):
-    """Bytes of the slots that each worker of a pair has for the other's messages. ``on_devices``: these are about rows,
-    which devices may write and read themselves."""
+    """Bytes of the slots that each worker of a pair has for the other's messages.
+
+    ``on_devices``: whether the messages have rows, which devices may write and read themselves.
+    """
 
     near: int
     far: int
@@ -45,7 +47,7 @@ def link(
     Raises TransportError naming the pair and every obstacle if no transport is left.
     """
     if not slots:
-        return {}  # a worker that needs no link: nobody would answer
+        return {}
     writers = _writers(wanted, offers, slots)
     leases = yield from _leases(control, slots, writers)
     used = _used(linked_before or {})
@@ -73,7 +75,7 @@ def link(
 
 
 def _send(control: ControlServer, name: str, message: ToWorker) -> None:
-    """Send to a worker that may be lost: its loss is noticed while the answers of all are awaited."""
+    """Send to a worker that may be lost; its loss is detected while its reply is awaited."""
     with contextlib.suppress(UnreachableError):
         control.send([name], message)
 
@@ -81,8 +83,8 @@ def _send(control: ControlServer, name: str, message: ToWorker) -> None:
 def _writers(
     wanted: TransportName, offers: Mapping[str, Offer], slots: Mapping[Pair, SlotSizes]
 ) -> tuple[set[Pair], set[Pair]]:
-    """Who may get an inbox, as (owner, peer): for the peer's device, which is like the owner's and on the same machine;
-    for the peer's NIC, on another machine or if rdma is requested by name."""
+    """Return the pairs (owner, peer) for which the owner may offer an inbox: to the peer's device, of the same kind and
+    on the same machine; and to the peer's NIC, on another machine or if rdma is requested by name."""
     by_device, by_nic = set[Pair](), set[Pair]()
     on_devices = [pair for pair, sizes in slots.items() if sizes.on_devices]
     for owner, peer in (*on_devices, *(pair[::-1] for pair in on_devices)):
@@ -102,8 +104,7 @@ def _writers(
 def _leases(
     control: ControlServer, slots: Mapping[Pair, SlotSizes], writers: tuple[set[Pair], set[Pair]]
 ) -> Conversation[dict[tuple[str, str], Lease]]:
-    """Return what each worker leases its peers, by (owner of the arena, peer). Raises TransportError if one has no
-    room."""
+    """Return the leases by (owner of the arena, peer). Raises TransportError if an arena is too small."""
     wanted: dict[str, dict[str, int]] = {}
     for (near, far), sizes in slots.items():
         wanted.setdefault(near, {})[far] = sizes.near
@@ -145,7 +146,6 @@ def _ways(
     offers: Mapping[str, Offer],
     leases: Mapping[tuple[str, str], Lease],
 ) -> dict[str, LinkWay]:
-    """How worker ``name`` reaches each of its peers."""
     peers = {pair[pair[0] == name]: choice.transport for pair, choice in chosen.items() if name in pair}
     return {
         peer: LinkWay(transport, offers[peer].descriptors[transport], leases[peer, name])
@@ -154,6 +154,5 @@ def _ways(
 
 
 def _failure(pair: Pair, linked: Mapping[str, Linked]) -> str | None:
-    """Why the test of a link failed on either side; None if it passed."""
     near, far = pair
     return linked[near].failures.get(far) or linked[far].failures.get(near)

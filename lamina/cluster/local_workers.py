@@ -1,4 +1,4 @@
-"""Workers of this machine: their processes belong to this one, or to the supervisor that has started it."""
+"""Starts and ends worker processes on this machine, as children of this process or of the supervisor."""
 
 import contextlib
 import logging
@@ -23,7 +23,7 @@ from lamina.cluster.pool import CPU, CUDA, RUNNABLE, PoolEntry, assign, find_dev
 from lamina.control.agent_messages import Done, End, EngineToSupervisor, Exited, Start, send
 from lamina.control.sockets import Bootstrap
 from lamina.core.errors import TransportError
-from lamina.core.topology import Role
+from lamina.core.topology import Pool, Role
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +37,14 @@ KiB of attention, 55% of them would do."""
 
 
 def mps_runs(variables: Mapping[str, str]) -> bool:
-    """Return whether MPS runs, by the environment of the processes that would use it."""
+    """Return whether NVIDIA's MPS daemon runs, given the environment of the processes that would use it."""
     return Path(variables.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps", "control").exists()
 
 
 def limits(role: Role, beside: Collection[Role], mps: bool, variables: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables of a worker ``beside`` others on its GPU; see ``docs/decisions.md``.
+    """Return environment variables that limit a worker ``beside`` other roles on its GPU; see ``docs/decisions.md``.
 
-    ``variables``: of the process that starts it. What is set there is left as it is.
+    ``variables``: environment of the starting process, whose settings are not overridden.
     """
     if not mps or role != "memory" or "compute" not in beside or PERCENTAGE in variables:
         return {}
@@ -53,7 +53,7 @@ def limits(role: Role, beside: Collection[Role], mps: bool, variables: Mapping[s
 
 STOP_TIMEOUT_S = 5.0
 ANSWER_S = 60.0  # for the supervisor to start or end workers
-KILL_TIMEOUT_S = 10.0  # for the kernel to end a killed process, which may have gigabytes of memory to give back
+KILL_TIMEOUT_S = 10.0  # for the kernel to end a killed process, which may have gigabytes of memory to free
 
 # Low enough that spinning OpenMP threads do not starve other workers on their cores, high enough not to slow GEMMs;
 # above 10000 a pair of workers on shared cores is ten times slower. Read by libgomp when torch is imported.
@@ -64,7 +64,7 @@ KEPT_BYTES = str(1 << 30)
 
 
 def allocation_variables() -> dict[str, str]:
-    """Environment variables of glibc's allocator for processes that run slices."""
+    """Return environment variables of glibc's allocator for processes that run slices."""
     return {"MALLOC_MMAP_THRESHOLD_": KEPT_BYTES, "MALLOC_TRIM_THRESHOLD_": KEPT_BYTES}
 
 
@@ -74,10 +74,10 @@ MODULES: Mapping[Role, str] = {"compute": "lamina.compute", "memory": "lamina.me
 def start_process(
     command: list[str], bootstrap: Bootstrap, shared_cores: bool, variables: Mapping[str, str] = MappingProxyType({})
 ) -> subprocess.Popen[bytes]:
-    """Start a worker. Its keys go through a pipe, not the command line.
+    """Start a worker. Its keys are passed through a pipe, not the command line.
 
-    ``shared_cores``: others compute on its cores. ``variables``: of its environment, besides those of every worker.
-    The process may have ended when this returns.
+    ``shared_cores``: whether other workers compute on its cores. ``variables``: further environment variables. The
+    process may have ended when this returns.
     """
     environment = os.environ | allocation_variables() | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     environment |= variables
@@ -99,13 +99,13 @@ def start_process(
 
 
 class _OnThisMachine:
-    """What is the same for all workers of this machine, whichever process owns theirs."""
+    """Common part of ``LocalWorkers`` and ``SupervisedWorkers``."""
 
     def validate_pool(self, role: Role, kind: str, count: int) -> None:
         require_kind(kind, RUNNABLE)
         assign(role, (PoolEntry(kind, count),), find_devices())
 
-    def default_kind(self, role: Role) -> str:
+    def default_kind(self, pool: Pool) -> str:
         return CPU
 
     def wishes(self) -> list[Wish]:
@@ -115,9 +115,9 @@ class _OnThisMachine:
         self.kill_workers([name])
 
     def kill_workers(self, names: Collection[str]) -> None:
-        """Kill workers and wait until they have exited: from then on they cannot write into the arenas of others.
+        """Kill workers and wait until they have exited, so that they cannot write into other workers' arenas.
 
-        Raises TransportError if the kernel does not end one.
+        Raises TransportError if a process does not end.
         """
         raise NotImplementedError
 
@@ -126,28 +126,28 @@ class LocalWorkers(_OnThisMachine):
     """Worker processes on this machine. They end with ``close`` or with this process, whichever comes first.
 
     Attributes:
-        processes: by worker, without those that ``kill_worker`` has ended: to watch them, or to send them signals.
-        devices: of each worker so far.
+        processes: By worker, all processes but those that ``kill_worker`` has ended.
+        devices: Device of each worker so far.
     """
 
     def __init__(self) -> None:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.devices: dict[str, str] = {}
-        self._exits = selectors.EpollSelector()  # of a descriptor of each process that has not been seen to exit
+        self._exits = selectors.EpollSelector()  # has a descriptor of each process whose exit has not been seen
         self._ended: dict[str, str] = {}
         self._closing = False
-        self._cores = defaultdict[Role, frozenset[int]](frozenset)  # of all workers so far
+        self._cores = defaultdict[Role, frozenset[int]](frozenset)  # by role: cores of all workers so far
         self._shared_cores = False
-        self._roles = defaultdict[str, list[Role]](list)  # of all workers so far, by device
+        self._roles = defaultdict[str, list[Role]](list)  # by device: roles of all workers so far
         self._hinted = set[str]()  # devices that both roles share
 
     @property
     def exits(self) -> int:
-        """A descriptor that is readable when ``ended`` has something new."""
+        """A file descriptor that is readable when a process has exited."""
         return self._exits.fileno()
 
     def start(self, worker: Start) -> None:
-        """Start one worker. Compute workers come first. Raises ConfigError if this machine has no such device."""
+        """Start one worker; compute workers must be started first. Raises ConfigError for a device that is missing."""
         name, role, bootstrap, cores = worker.name, worker.role, worker.bootstrap, worker.cores
         if cores:
             self._cores[role] |= cores
@@ -169,7 +169,6 @@ class LocalWorkers(_OnThisMachine):
         self._exits.register(os.pidfd_open(process.pid), selectors.EVENT_READ, name)
 
     def _share(self, role: Role, bootstrap: Bootstrap) -> tuple[Bootstrap, dict[str, str]]:
-        """Return what a worker has to know of those on its GPU, and its environment variables."""
         device = bootstrap.device
         if not device.startswith(CUDA):
             return bootstrap, {}
@@ -187,12 +186,11 @@ class LocalWorkers(_OnThisMachine):
         return bootstrap, limits(role, beside, mps, os.environ)
 
     def command(self, name: str, module: str) -> list[str]:
-        """Return the command of a worker, which must run it in the started process itself. -P: no modules from the
-        working directory."""
+        """Return the command of a worker. It must not fork. -P: import no modules from the working directory."""
         return [sys.executable, "-P", "-m", module]
 
     def ended(self) -> Mapping[str, str]:
-        """Workers that have exited, with their exit status. One system call, however many run."""
+        """Return workers that have exited, with their exit status, by a single system call."""
         if self._closing:
             return {}
         for exited, _ in self._exits.select(0):
@@ -236,22 +234,22 @@ class LocalWorkers(_OnThisMachine):
 
 
 class SupervisedWorkers(_OnThisMachine):
-    """Workers whose processes belong to the supervisor of a server, so that they outlive the engine.
+    """Workers whose processes belong to a server's supervisor, so that they outlive the engine.
 
-    One thread at a time may use it. Whoever reads the supervisor's messages passes those about workers to
+    One thread at a time may use it. The reader of the supervisor's messages passes those about workers to
     ``on_supervisor_message``, from any thread.
 
     Attributes:
-        processes: names of the workers that run, or have exited by themselves.
+        processes: Names of the workers that run, or have exited by themselves.
     """
 
     def __init__(self, line: Connection, running: Collection[str], exited: Mapping[str, str]) -> None:
         """Begin with the workers of an earlier engine.
 
         Args:
-            line: to the supervisor.
-            running: workers that it has.
-            exited: those of them that have exited, with the reasons.
+            line: Connection to the supervisor.
+            running: Workers that the supervisor owns.
+            exited: Workers of ``running`` that have exited, with the reasons.
         """
         self.processes = set(running)
         self._line = line
@@ -288,7 +286,7 @@ class SupervisedWorkers(_OnThisMachine):
         self.processes.clear()
 
     def tell_supervisor(self, message: EngineToSupervisor) -> None:
-        """Send something that is not answered. Any thread. Raises OSError if the supervisor has exited."""
+        """Send a message without a reply, from any thread. Raises OSError if the supervisor has exited."""
         with self._sending:
             send(self._line, message)
 
@@ -303,7 +301,7 @@ class SupervisedWorkers(_OnThisMachine):
 
 
 def wait_for_killed(name: str, process: subprocess.Popen[bytes]) -> None:
-    """Wait for the exit of a worker's process that has been killed. Raises TransportError if it does not come."""
+    """Wait for the exit of a worker's killed process. Raises TransportError if it does not end in time."""
     try:
         process.wait(KILL_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
@@ -314,7 +312,7 @@ def wait_for_killed(name: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def describe_exit(process: subprocess.Popen[bytes]) -> str:
-    """Say how a process that has been waited for has ended, and what the cause of SIGKILL usually is."""
+    """Describe how an exited process has ended, and the usual cause of SIGKILL."""
     code = process.returncode
     if code >= 0:
         return f"its process exited with status {code} (process {process.pid})"

@@ -1,7 +1,7 @@
 """Reads the topology of this machine from sysfs: how close cores, memory, GPUs and network interfaces are.
 
-A worker's messages and copies take the shortest way if its cores, its GPU and the network interface are on one NUMA
-node; best of all, GPU and interface are behind one PCIe switch, so that one writes to the other without the processor.
+A worker's messages and copies are fastest if its cores, GPU and network interface are on one NUMA node, and GPU and
+interface behind one PCIe switch, so that they exchange data without the processor.
 """
 
 import enum
@@ -46,7 +46,7 @@ class Card:
 
 
 class Route(enum.IntEnum):
-    """Distance between two cards, from near to far."""
+    """Distance between two cards, in ascending order."""
 
     SWITCH = 0
     HOST_BRIDGE = 1
@@ -187,7 +187,6 @@ def _speed(megabits_per_s: int) -> str:
 
 
 def _card(name: str, about: str, place: Path | None) -> Card:
-    """``place``: Folder of the device in sysfs; None if it has none."""
     if place is None or not place.exists():
         return Card(name, about, "", (), -1)
     parts = place.resolve().parts

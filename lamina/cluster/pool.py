@@ -1,4 +1,4 @@
-"""Parses pools of workers, and finds what their kinds take: devices of a machine or resources of a Ray cluster."""
+"""Parses pools such as ``a100:2,cpu:1`` and assigns workers to devices of a machine or resources of a Ray cluster."""
 
 import dataclasses
 import difflib
@@ -6,14 +6,14 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import psutil
 
 from lamina.config.engine_config import EngineConfig
 from lamina.config.environment import environment
 from lamina.core.errors import ConfigError
-from lamina.core.topology import Role
+from lamina.core.topology import Pool, Role
 from lamina.kernels.gpu.device import find_gpus
 
 CPU, CUDA, EMULATED, REMOTE, LOCAL = "cpu", "cuda", "emulated", "remote", "local"
@@ -92,15 +92,14 @@ class PoolEntry:
 
 @dataclass(frozen=True)
 class PoolChange:
-    """Workers to add to a pool, or to remove if ``count`` is negative: of one ``kind``, or of the pool's own if that is
-    empty."""
+    """Workers to add to a pool, or to remove if ``count`` is negative. ``kind``: empty for the pool's own kind."""
 
     count: int
     kind: str = ""
 
 
 class Assigned(NamedTuple):
-    """The kind of a worker, and its device: "cpu", "cuda:INDEX", "emulated:INDEX", or "emulated"; "" if its own machine
+    """The kind of a worker, and its device: "cpu", "cuda:INDEX", "emulated:INDEX" or "emulated"; "" if its own machine
     decides."""
 
     kind: str
@@ -126,11 +125,12 @@ def parse(text: str, known: Collection[str] | None = None, default_count: int = 
     """Parse a pool, keeping the order of its entries.
 
     Args:
-        known: kinds that are accepted; by default all of this module's.
-        default_count: count of a kind given without one.
+        text: The pool.
+        known: Accepted kinds; None: all kinds of this module.
+        default_count: Count of an entry without a count.
 
     Raises:
-        ConfigError: the text is empty or malformed, a kind is unknown or repeated, or a count is not 1 to 1024.
+        ConfigError: The text is empty or malformed, a kind is unknown or repeated, or a count is not 1 to 1024.
     """
     if not text.strip():
         raise ConfigError(f"the pool is empty; {_GRAMMAR}")
@@ -147,7 +147,7 @@ def parse(text: str, known: Collection[str] | None = None, default_count: int = 
 
 
 def parse_change(role: str, text: str) -> PoolChange:
-    """Return the change of a pool that "+2", "-1" or "rtx3090:+2" means. Whoever starts the workers knows the kinds.
+    """Parse a change of a pool such as "+2", "-1" or "rtx3090:+2", without checking the kind.
 
     Raises ConfigError if the text is malformed.
     """
@@ -160,12 +160,12 @@ def parse_change(role: str, text: str) -> PoolChange:
 
 
 def pool_change(role: str, wanted: int | str) -> PoolChange:
-    """Return the change that a number of workers means, or a text (``parse_change``). Raises ConfigError."""
+    """Return the change for a number of workers or a text (``parse_change``). Raises ConfigError."""
     return PoolChange(wanted) if isinstance(wanted, int) else parse_change(role, wanted)
 
 
 def require_kind(kind: str, known: Collection[str]) -> None:
-    """Raises ConfigError unless workers of this kind can be started here."""
+    """Raise ConfigError unless ``kind`` is in ``known``."""
     if kind not in known:
         raise ConfigError(f"unknown kind {kind!r}{near(kind, known)} Known here: {_names(known)}")
 
@@ -174,37 +174,37 @@ def _names(kinds: Collection[str]) -> str:
     return ", ".join(name for name in kinds if name != EMULATED)
 
 
-def parse_bounds(text: str) -> dict[Role, tuple[int, int]]:
+def parse_bounds(text: str) -> dict[Pool, tuple[int, int]]:
     """Return the least and the most workers of the pools that scale by load, from "memory=1:4,compute=1:2".
 
     Raises ConfigError if the text is malformed, or for a pool that is named twice or would have no worker.
     """
-    bounds: dict[Role, tuple[int, int]] = {}
+    bounds: dict[Pool, tuple[int, int]] = {}
     for part in text.split(","):
-        match = re.fullmatch(r"(compute|memory)\s*=\s*([0-9]{1,4}):([0-9]{1,4})", part.strip().lower())
+        match = re.fullmatch(r"(prefill|compute|memory)\s*=\s*([0-9]{1,4}):([0-9]{1,4})", part.strip().lower())
         if match is None:
             raise ConfigError(
                 f"autoscale is {text!r}; give the smallest and the largest size of a pool, such as memory=1:4 or "
                 "memory=1:4,compute=1:2"
             )
-        role: Role = "compute" if match[1] == "compute" else "memory"
+        pool = next(one for one in get_args(Pool) if one == match[1])
         least, most = int(match[2]), int(match[3])
-        if role in bounds:
-            raise ConfigError(f"autoscale is {text!r}, which names the {role} pool twice; name it once")
-        if not (role == "compute") <= least <= most or not 1 <= most <= MAX_COUNT:
+        if pool in bounds:
+            raise ConfigError(f"autoscale is {text!r}, which names the {pool} pool twice; name it once")
+        if not (pool != "memory") <= least <= most or not 1 <= most <= MAX_COUNT:
             raise ConfigError(
-                f"autoscale is {text!r}: {least} to {most} {role} workers; give a smallest size of "
-                f"{'1' if role == 'compute' else '0 (beside local memory) or 1'} and a largest from that to {MAX_COUNT}"
+                f"autoscale is {text!r}: {least} to {most} {pool} workers; give a smallest size of "
+                f"{'1' if pool != 'memory' else '0 (beside local memory) or 1'} and a largest from that to {MAX_COUNT}"
             )
-        bounds[role] = least, most
+        bounds[pool] = least, most
     return bounds
 
 
 def memory_pool(text: str | None, compute: tuple[PoolEntry, ...], apart: bool) -> tuple[PoolEntry, ...]:
-    """Return the memory pool beside ``compute``. None: ``local`` beside one worker on a CPU of this machine, unless
-    other settings are about memory workers (``apart``). Beside one on a GPU, ``local`` is memory of that GPU.
+    """Return the memory pool beside the pool ``compute``. Raises ConfigError if the text is malformed.
 
-    Raises ConfigError if the text is malformed.
+    ``text`` None: ``local`` beside one CPU worker of this machine, unless other settings concern memory workers
+    (``apart``).
     """
     alone = compute == (PoolEntry(CPU, 1),)
     return parse(text if text is not None else LOCAL if alone and not apart else CPU)
@@ -216,8 +216,7 @@ def size(text: str | None) -> int:
 
 
 def parse_computes(config: EngineConfig, known: list[str] | None = None) -> tuple[PoolEntry, ...]:
-    """Return the workers that hold weights, those for prompts alone first. Raises ConfigError if a pool is
-    malformed."""
+    """Return the workers that hold weights, the prefill pool first. Raises ConfigError if a pool is malformed."""
     return tuple(entry for text in (config.prefill, config.compute) if text is not None for entry in parse(text, known))
 
 
@@ -227,7 +226,7 @@ def kinds(pool: tuple[PoolEntry, ...]) -> list[str]:
 
 
 def assign_pools(pools: Mapping[Role, tuple[PoolEntry, ...]], devices: Devices) -> dict[Role, tuple[Assigned, ...]]:
-    """``assign`` for both pools, which share a GPU only where there are too few."""
+    """Assign devices to both pools, which share a GPU only if there are too few."""
     assigned: dict[Role, tuple[Assigned, ...]] = {}
     taken: list[str] = []
     for role in sorted(pools, key=lambda role: any(entry.kind == CUDA for entry in pools[role])):
@@ -239,12 +238,10 @@ def assign_pools(pools: Mapping[Role, tuple[PoolEntry, ...]], devices: Devices) 
 def assign(
     role: Role, pool: tuple[PoolEntry, ...], devices: Devices, taken: Collection[str] = ()
 ) -> tuple[Assigned, ...]:
-    """Return a device of this machine for each worker of a pool; no two share a GPU. ``local`` starts no worker.
+    """Return a device of this machine for each worker of a pool, a GPU for one worker only. ``local`` has no worker.
 
-    ``taken``: devices of the other pool, used only if no other is left.
-
-    Raises:
-        ConfigError: naming the request, this machine's devices and a pool that works.
+    ``taken``: devices of the other pool, used only if no other is left. Raises ConfigError that names this machine's
+    devices and a pool that works.
     """
     remedy = f"Use --{role} cpu:{2 if role == 'memory' else 1}"
     assigned: dict[int, list[Assigned]] = {}
@@ -311,7 +308,7 @@ def near(kind: str, known: Collection[str]) -> str:
 
 
 def find_devices() -> Devices:
-    """Cores that this process may use, RAM, and NVIDIA GPUs, or those of ``LAMINA_EMULATED_GPUS``."""
+    """Return the cores that this process may use, RAM, and NVIDIA GPUs or those of ``LAMINA_EMULATED_GPUS``."""
     cores, ram_bytes = len(os.sched_getaffinity(0)), psutil.virtual_memory().total
     if emulated := environment().emulated_gpus:
         names = [GPUS[entry.kind] for entry in parse(emulated, GPUS) for _ in range(entry.count)]
@@ -321,24 +318,24 @@ def find_devices() -> Devices:
 
 @dataclass(frozen=True)
 class RayNode:
-    """A node of the cluster: its name for people, all that it has, and what is free."""
+    """A node of a Ray cluster: its displayed name, all its resources, and the free ones."""
 
     name: str
     total: Bundle
     free: Bundle
 
     def less(self, bundle: Bundle) -> "RayNode":
-        """With a bundle taken."""
+        """Return the node with ``bundle`` taken from its free resources."""
         left = {name: amount - bundle.get(name, 0.0) for name, amount in self.free.items()}
         return dataclasses.replace(self, free=left)
 
     def holds(self, bundle: Bundle) -> bool:
-        """True if the bundle is free here."""
+        """Return whether the node has ``bundle`` free."""
         return all(self.free.get(name, 0.0) >= amount - 1e-9 for name, amount in bundle.items())
 
 
 def own_kinds(text: str | None) -> dict[str, str]:
-    """Kinds and the resources that they need, from "rtx3090=my_gpu,far=zone:b". Raises ConfigError."""
+    """Parse kinds and their Ray resources, such as "rtx3090=my_gpu,far=zone:b". Raises ConfigError."""
     kinds: dict[str, str] = {}
     for part in filter(None, (text or "").split(",")):
         kind, equals, resource = (word.strip() for word in part.partition("="))
@@ -349,15 +346,14 @@ def own_kinds(text: str | None) -> dict[str, str]:
 
 
 def ray_kinds(own: Mapping[str, str]) -> list[str]:
-    """Kinds of workers that a Ray cluster can be asked for. ``own``: see ``own_kinds``."""
+    """Return all kinds of workers for a Ray cluster. ``own``: see ``own_kinds``."""
     return [*RUNNABLE, *own]
 
 
 def ray_bundle(kind: str, own: Mapping[str, str], threads: int | None) -> dict[str, float]:
-    """Return what a worker of this kind takes from Ray: a GPU, or a core per thread, and the resource that names the
-    kind.
+    """Return the Ray resources of a worker: a GPU or a core per thread, and the resource that names the kind.
 
-    ``own``: see ``own_kinds``. A GPU that Ray does not recognize has the kind's name as a resource.
+    ``own``: see ``own_kinds``. A GPU that Ray does not recognise has the kind's name as a resource.
     """
     named = {own[kind]: 1.0} if kind in own else {}
     if kind in GPUS or kind == CUDA:
@@ -370,16 +366,16 @@ def ray_bundle(kind: str, own: Mapping[str, str], threads: int | None) -> dict[s
 
 
 def ray_device(kind: str) -> str:
-    """Return what a worker of this kind runs on, within the GPUs that Ray has given to it."""
+    """Return the device of a worker, numbered within the GPUs that Ray has assigned to it."""
     if kind in GPUS or kind == CUDA:
         return "cuda:0"
     return EMULATED if kind == EMULATED else CPU
 
 
 def place_bundles(bundles: Mapping[str, Bundle], nodes: Sequence[RayNode]) -> dict[str, str]:
-    """Return the node of each worker, by first fit, the most demanding first. Ray may choose others.
+    """Return a node for each worker, by first fit, the most demanding worker first. Ray may choose other nodes.
 
-    Raises ConfigError if some have no place, with the resource that is missing and what the cluster has.
+    Raises ConfigError with the missing resource and the cluster's resources if workers do not fit.
     """
     left, placed, missing = list(nodes), {}, []
     for worker, wanted in sorted(bundles.items(), key=lambda item: (-len(item[1]), -sum(item[1].values()))):

@@ -1,4 +1,4 @@
-"""Launches workers on a Ray cluster: Ray chooses the nodes and starts an agent on each; it carries no message."""
+"""Launches workers on a Ray cluster: Ray chooses nodes and starts an agent on each; no message passes through Ray."""
 
 import contextlib
 import logging
@@ -31,17 +31,16 @@ from lamina.cluster.pool import (
 from lamina.cluster.remote_workers import RemoteWorkers
 from lamina.control.agent_messages import Start
 from lamina.core.errors import ConfigError
-from lamina.core.topology import Role
+from lamina.core.topology import Pool, Role
 
 log = logging.getLogger(__name__)
 
-WARN_S = 15.0  # without a place before somebody hears why
-DRAIN_S = 2.0  # between two looks for nodes that are to end
+WARN_S = 15.0  # a placement may take before a warning says why
+DRAIN_S = 2.0  # between two checks for drained nodes
 ACTOR_S = 60.0  # for an actor's process to start
 POLL_S = 0.5
 REACH_S = 10.0
 _LOST = (RayError, RuntimeError, ValueError, ConnectionError)  # what calls raise once the cluster is lost
-
 _engines: list[str] = []  # a cluster's address, once per engine of this process, if one of them has joined it
 
 
@@ -99,18 +98,15 @@ def nodes() -> list[RayNode]:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A worker on ``node``, Ray's id of it."""
-
     role: Role
     kind: str
     node: str
 
 
 class RayWorkers:
-    """Workers under Ray actors, one each. A placement group per worker reserves what its kind takes, and is freed
-    with it.
+    """Starts each worker under a Ray actor, with a placement group that reserves its kind's resources.
 
-    ``remote`` takes in the actors' agents, at ``engine``; they know it by ``engine_key``.
+    The actors' agents connect to ``remote`` at address ``engine`` with public key ``engine_key``.
     """
 
     def __init__(
@@ -118,11 +114,11 @@ class RayWorkers:
         remote: RemoteWorkers,
         engine: tuple[str, int],
         engine_key: bytes,
-        kinds: Mapping[Role, Sequence[str]],
+        kinds: Mapping[Pool, Sequence[str]],
         own: Mapping[str, str],
         threads: int | None,
     ) -> None:
-        """``kinds``: of the pools at the start. ``own``, ``threads``: see ``pool.ray_bundle``."""
+        """``kinds``: kinds of the pools at the start. ``own``, ``threads``: see ``pool.ray_bundle``."""
         self._remote, self._engine, self._engine_key = remote, engine, engine_key
         self._kinds, self._own, self._threads = kinds, own, threads
         self._closing = threading.Event()
@@ -138,23 +134,22 @@ class RayWorkers:
     def _bundle(self, kind: str) -> Bundle:
         return ray_bundle(kind, self._own, self._threads)
 
-    def default_kind(self, role: Role) -> str:
+    def default_kind(self, pool: Pool) -> str:
         """Return the first kind of the pool at the start."""
-        return self._kinds[role][0]
+        return self._kinds[pool][0]
 
     def validate_pool(self, role: Role, kind: str, count: int) -> None:
-        """Raises ConfigError for an unknown kind. Ray, and its autoscaler, say later whether there is room."""
+        """Raise ConfigError for an unknown kind. Ray finds a node later, which its autoscaler may add."""
         require_kind(kind, ray_kinds(self._own))
 
     def start(self, worker: Start) -> None:
-        """Ask Ray for a place, and start the worker there. What goes wrong is reported by ``ended``."""
+        """Place a worker by Ray and start it there, in a thread. Failures are reported by ``ended``."""
         self._remote.start(worker)
         thread = threading.Thread(target=self._tend, args=[worker], name=f"ray-{worker.name}", daemon=True)
         self._tending[worker.name] = thread
         thread.start()
 
     def _tend(self, worker: Start) -> None:
-        """One worker, from its placement to its end."""
         name, role, kind = worker.name, worker.role, worker.kind
         wanted, group, actor = self._bundle(kind), None, None
         try:
@@ -192,8 +187,7 @@ class RayWorkers:
                     remove_placement_group(group)
 
     def _place(self, name: str, group: PlacementGroup, wanted: Bundle) -> bool:
-        """True once Ray has a place for this worker, which its autoscaler may have to make; False if not in time, or if
-        nobody waits for the worker any more."""
+        """Wait for Ray, or its autoscaler, to place a worker; return False after ``PLACE_S`` or if it was killed."""
         ready = group.ready()
         if self._is_ready(name, ready, WARN_S):
             return True
@@ -211,7 +205,6 @@ class RayWorkers:
         return self._closing.is_set() or name in self._over
 
     def _is_ready(self, name: str, reference: Any, timeout_s: float) -> bool:
-        """True if what Ray computes for this worker is there, or failed, within this time."""
         deadline = time.monotonic() + timeout_s
         while not self._is_over(name):
             done, _ = ray.wait([reference], timeout=min(POLL_S, max(0.0, deadline - time.monotonic())))
@@ -220,7 +213,7 @@ class RayWorkers:
         return False
 
     def _watch(self) -> None:
-        """Wish that workers move whose node Ray drains: because it is idle, preempted or taken out of service."""
+        """Record a wish to move for workers on nodes that Ray drains, which are idle, preempted or retired."""
         while not self._closing.wait(DRAIN_S):
             with contextlib.suppress(*_LOST):
                 draining = ray._private.state.state.get_draining_nodes()
@@ -229,8 +222,7 @@ class RayWorkers:
                     self._wishes = [Wish(one.role, one.kind, name, moves=True) for name, one in moving]
 
     def wishes(self) -> Sequence[Wish]:
-        """Return the wishes of workers whose nodes are drained and of workers that leave. Ray starts no worker by
-        itself."""
+        """Return the wishes of workers whose nodes are drained and of workers that leave."""
         with self._lock:
             moves, self._wishes = self._wishes, []
         return [*moves, *(wish for wish in self._remote.wishes() if wish.leaver)]
@@ -264,7 +256,7 @@ class RayWorkers:
 
 
 def dry_run(bundles: Mapping[str, Bundle]) -> dict[str, str]:
-    """Return where workers would run: node by worker. Raises ConfigError, naming the resource that is missing."""
+    """Return the node that each worker would run on. Raises ConfigError that names the missing resource."""
     return place_bundles(bundles, nodes())
 
 

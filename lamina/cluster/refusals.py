@@ -1,6 +1,6 @@
-"""Which settings of a runtime exclude each other, and why: one table, looked up before any worker starts. Pure.
+"""Lists which settings of a runtime exclude each other, and why; checked before any worker starts. Pure.
 
-Ranges of single settings are in ``lamina.config.engine_config``; what depends on the model is found once it is loaded.
+Ranges of single settings are in ``lamina.config.engine_config``; the model's own limits are checked once it is loaded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,9 @@ class Refusal:
     """Settings that do not work together.
 
     Attributes:
-        what: the settings with their values.
-        why: the reason.
-        remedy: what to give instead.
+        what: The settings with their values.
+        why: The reason.
+        remedy: Settings to give instead.
     """
 
     what: str
@@ -30,17 +30,18 @@ class Refusal:
 
 
 def require_allowed(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> None:
-    """Raises ConfigError for the first refusal of ``refusals``."""
+    """Raise ConfigError for the first refusal of ``refusals``."""
     if found := next(refusals(config, computes, memories), None):
         raise ConfigError(str(found))
 
 
 def refusals(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> Iterator[Refusal]:
-    """Yield everything that keeps a runtime from starting as configured.
+    """Yield all combinations of settings that keep a runtime from starting.
 
     Args:
-        computes: kind of each compute worker.
-        memories: kind of each memory worker, with ``local`` for memory of the compute workers.
+        config: The settings.
+        computes: Kind of each compute worker.
+        memories: Kind of each memory worker, with ``local`` for memory of the compute workers.
     """
     yield from _of_replicas(config, computes)
     yield from _of_lanes(config, len(computes))
@@ -100,6 +101,7 @@ def _of_lanes(config: EngineConfig, computes: int) -> Iterator[Refusal]:
             "a lane is at one stage at a time, so that others would never have a slice to run",
             f"give lanes at least {replicas * stages}, or fewer compute workers",
         )
+    yield from _of_balanced_roles(config, replicas)
     if prefill % (config.tensor_parallel * stages):
         yield Refusal(
             f"prefill {config.prefill}",
@@ -109,6 +111,37 @@ def _of_lanes(config: EngineConfig, computes: int) -> Iterator[Refusal]:
     if prefill and rotates:
         yield Refusal(
             f"prefill {config.prefill} and pipelining rotational",
+            "a lane that visits all replicas in turn runs on those for prompts and on those that decode",
+            "leave out pipelining",
+        )
+
+
+def _of_balanced_roles(config: EngineConfig, replicas: int) -> Iterator[Refusal]:
+    bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
+    if "prefill" not in bounds:
+        return
+    given, workers = f"autoscale {config.autoscale}", config.tensor_parallel * config.pipeline_parallel
+    if config.slo_ttft_ms is None or config.slo_tbt_ms is None:
+        yield Refusal(
+            f"{given} without slo_ttft_ms and slo_tbt_ms",
+            "replicas change their role for whichever of the two is missed",
+            "give both",
+        )
+    if any(one % workers for one in bounds["prefill"]):
+        yield Refusal(
+            f"{given} and replicas of {workers} compute workers",
+            "a replica changes its role as a whole",
+            f"give multiples of {workers}",
+        )
+    if bounds["prefill"][0] // workers >= replicas:
+        yield Refusal(
+            f"{given} with {replicas} replicas",
+            "replicas change their role, and one at least must decode",
+            f"give --compute {(1 + bounds['prefill'][0] // workers) * workers} compute workers",
+        )
+    if config.pipelining == "rotational":
+        yield Refusal(
+            f"{given} and pipelining rotational",
             "a lane that visits all replicas in turn runs on those for prompts and on those that decode",
             "leave out pipelining",
         )
@@ -199,6 +232,12 @@ def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Se
     if config.prefill is not None:
         yield Refusal(
             f"{given} and prefill {config.prefill}",
+            "the KV of a prompt is in the memory of the replica that ran it, and stays there",
+            "use memory workers, such as --memory cpu:1",
+        )
+    if config.autoscale is not None and "prefill" in parse_bounds(config.autoscale):
+        yield Refusal(
+            f"{given} and autoscale {config.autoscale}",
             "the KV of a prompt is in the memory of the replica that ran it, and stays there",
             "use memory workers, such as --memory cpu:1",
         )

@@ -1,4 +1,4 @@
-"""Workers on other machines, alone or beside those of this machine."""
+"""Accepts agents of other machines, which start workers there for the engine; see ``lamina.cluster.agent``."""
 
 import collections
 import contextlib
@@ -35,7 +35,7 @@ from lamina.control.secret import Secret
 from lamina.control.sockets import KeyedRouter
 from lamina.core import __version__
 from lamina.core.errors import ConfigError, TransportError
-from lamina.core.topology import Role
+from lamina.core.topology import Pool, Role
 from lamina.transport.shm import host
 
 log = logging.getLogger(__name__)
@@ -46,14 +46,16 @@ REPORT_S = 3.0  # beyond the time that agents give their workers to exit, for th
 
 @dataclass(eq=False)
 class _Agent:
-    """An agent that has applied.
+    """An agent that has applied for a worker.
 
     Attributes:
-        key: that it connects with.
-        worker: that it was given; empty: none yet.
-        pid: of the worker's process there; 0: not started yet.
-        exited: how it has ended.
-        parting: the engine has ended it, and does not want to hear of it any more.
+        identity: ZeroMQ identity of its connection.
+        key: Public key of its connection.
+        about: Its first message.
+        worker: Name of its worker; empty before one is assigned.
+        pid: Process id of the worker on its machine; 0 before it is started.
+        exited: How the worker has ended; None while it runs.
+        parting: Whether the engine has ended the worker, and ignores its further messages.
     """
 
     identity: bytes
@@ -67,10 +69,11 @@ class _Agent:
 
 @dataclass
 class _Vacancy:
-    """A worker that has been started here, for whom no agent has come.
+    """A worker that the engine has started and no agent has applied for.
 
     Attributes:
-        key: of the agent that may; empty: any.
+        worker: The worker.
+        key: Public key of the only agent that may run it; empty: any agent.
     """
 
     worker: Start
@@ -78,22 +81,23 @@ class _Vacancy:
 
 
 class RemoteWorkers:
-    """Takes in agents at ``host`` and ``port`` (0: any free one), in a thread of its own. All methods return at
-    once, but for ``kill_worker`` and ``close``, which wait for agents.
+    """Assigns workers to agents, which connect to a port of this machine. Runs a thread of its own.
 
-    A worker that joins needs an agent, and an agent that comes unasked is a ``Wish``.
+    An agent that applies without a vacant worker becomes a ``Wish`` to join. Only ``kill_worker`` and ``close`` block,
+    waiting for agents.
 
     Attributes:
-        port: where it listens.
-
-    Raises TransportError if it cannot listen there.
+        port: Port that agents connect to.
     """
 
     def __init__(self, where: str, port: int, secret: Secret, keys: tuple[bytes, bytes]) -> None:
-        """``keys``: the engine's CURVE keys, public and secret."""
+        """Listen at host ``where`` and ``port`` (0: any free one). Raises TransportError if the port cannot be used.
+
+        ``keys``: the engine's CURVE keys, public and secret.
+        """
         options = {
             zmq.LINGER: 1000,
-            zmq.ROUTER_HANDOVER: 1,  # an agent whose connection broke comes back under its name
+            zmq.ROUTER_HANDOVER: 1,  # an agent whose connection broke reconnects under its name
             zmq.MAXMSGSIZE: 1 << 16,
         }
         try:
@@ -108,7 +112,7 @@ class RemoteWorkers:
         self._wishes: list[Wish] = []
         self._ended: dict[str, str] = {}
         self._finished = set[str]()  # workers that ``kill_worker`` was called for
-        self._silent = set[str]()  # hosts of agents that did not answer in time: others there are not waited for
+        self._silent = set[str]()  # hosts with an agent that did not answer in time: no other agent there is waited for
         self._outbox = collections.deque[tuple[bytes, ToAgent]]()
         self._closing = self._over = False
         self._thread = threading.Thread(target=self._run, name="lamina-remote", daemon=True)
@@ -117,7 +121,7 @@ class RemoteWorkers:
     # -- called by the engine
 
     def trust(self, key: bytes, worker: str) -> None:
-        """Let an agent in that connects with this public key, for the worker that ``start`` was called for."""
+        """Accept the agent with public key ``key``, to run ``worker``, which ``start`` was called for."""
         with self._lock:
             self._router.known[key] = worker
             for vacancy in self._vacancies:
@@ -125,14 +129,14 @@ class RemoteWorkers:
                     vacancy.key = key
 
     def validate_pool(self, role: Role, kind: str, count: int) -> None:
-        """Raises ConfigError: workers on other machines are started there."""
+        """Raise ConfigError, since workers on other machines are started there."""
         raise ConfigError(
             f"{kind} workers are started on their own machines: run lamina worker --engine HOST:{self.port} --role "
             f"{role} there, and it joins"
         )
 
     def start(self, worker: Start) -> None:
-        """Give this worker to the agent that has waited longest for one of its role, or to the next that comes."""
+        """Assign a worker to the agent that has waited longest for its role, or to the next agent that applies."""
         with self._lock:
             waiting = [one for one in self._agents.values() if not one.worker and one.about.role == worker.role]
             if waiting:
@@ -140,21 +144,21 @@ class RemoteWorkers:
             else:
                 self._vacancies.append(_Vacancy(worker))
 
-    def default_kind(self, role: Role) -> str:
+    def default_kind(self, pool: Pool) -> str:
         return REMOTE
 
     def wishes(self) -> Sequence[Wish]:
-        """Return the wishes of agents that have come unasked, and of those whose workers are to leave."""
+        """Return the wishes of agents without a worker to join, and of agents whose workers want to leave."""
         with self._lock:
             wishes, self._wishes = self._wishes, []
         return wishes
 
     def ended(self) -> Mapping[str, str]:
-        """Workers whose process has ended, or whose agent or machine does not answer."""
+        """Return workers whose process has ended, or whose agent does not answer, with the reason."""
         return self._ended
 
     def give_up(self, worker: str, why: str) -> None:
-        """This worker's agent is known to have ended, and its worker with it."""
+        """Record that a worker's agent has ended, and the worker with it."""
         with self._lock:
             one = self._of(worker)
             if one is not None:
@@ -165,8 +169,7 @@ class RemoteWorkers:
             self._lock.notify_all()
 
     def kill_worker(self, name: str, *, cut: bool = False, reason: str = "") -> None:
-        """End one worker. Waits at most ``STOP_TIMEOUT_S`` for its agent, and not at all if its host does not
-        answer."""
+        """End one worker. Waits ``STOP_TIMEOUT_S`` at most for its agent, and not at all if its host is silent."""
         with self._lock:
             self._finished.add(name)
             self._vacancies = [vacancy for vacancy in self._vacancies if vacancy.worker.name != name]
@@ -184,7 +187,7 @@ class RemoteWorkers:
             self._ended = {worker: how for worker, how in self._ended.items() if worker != name}
 
     def _end_here(self, one: _Agent) -> bool:
-        """Kill a worker whose agent does not answer, if it runs on this machine."""
+        """Kill a worker of this machine whose agent does not answer; return whether it was one."""
         if one.about.host != host() or not one.pid:
             return False
         try:
@@ -200,7 +203,7 @@ class RemoteWorkers:
             os.close(handle)
 
     def _let_go(self, one: _Agent, cut: bool) -> None:
-        """Nobody can end this worker. Raises TransportError, unless its peers are cut off from it."""
+        """Give up an unreachable worker. Raises TransportError, unless its peers are cut off from it (``cut``)."""
         why = f"the agent of {one.worker} on {one.about.machine} does not answer"
         if not cut:
             raise TransportError(f"{why}, so that the worker cannot be ended")
@@ -209,7 +212,7 @@ class RemoteWorkers:
         self._ended = {**lost, **self._ended}
 
     def kill(self, reason: str = "") -> None:
-        """End all workers at once. ``reason``: for those who have started them."""
+        """End all workers at once. ``reason``: told to whoever started them."""
         self._close(0.0, reason)
 
     def close(self) -> None:
@@ -309,7 +312,7 @@ class RemoteWorkers:
             arrived = list(self._decoded(decoder))
             with self._lock:
                 for identity, key, message in arrived:
-                    liveness.heard(identity.hex())
+                    liveness.on_message(identity.hex())
                     if (sender := self._agents.get(identity)) is not None:
                         self._silent.discard(sender.about.host)
                     self._take(identity, key, message)
@@ -319,7 +322,7 @@ class RemoteWorkers:
                 leaving, outbox = self._over, list(self._outbox)
                 self._outbox.clear()
             for identity, answer in outbox:
-                with contextlib.suppress(zmq.ZMQError):  # it has gone: its silence tells
+                with contextlib.suppress(zmq.ZMQError):  # a disconnected agent is detected by its silence
                     self._router.socket.send_multipart([identity, encoder.encode(answer)], zmq.NOBLOCK)
             if leaving:
                 return
@@ -360,10 +363,11 @@ Local = LocalWorkers | SupervisedWorkers
 
 
 class LocalAndRemote:
-    """Starts workers here, and takes in those that are started on other machines: of kind ``REMOTE``.
+    """Launcher of workers on this machine and, with kind ``REMOTE``, on other machines.
 
     Attributes:
-        local, remote: the two parts.
+        local: Workers of this machine.
+        remote: Workers of other machines.
     """
 
     def __init__(self, local: Local, remote: RemoteWorkers) -> None:
@@ -375,7 +379,7 @@ class LocalAndRemote:
     def start(self, worker: Start) -> None:
         (self.remote if worker.kind == REMOTE else self.local).start(worker)
 
-    def default_kind(self, role: Role) -> str:
+    def default_kind(self, pool: Pool) -> str:
         return CPU
 
     def wishes(self) -> Sequence[Wish]:

@@ -1,6 +1,5 @@
-"""Derives limits, cores, threads and lanes from a configuration and what machines report. Pure."""
+"""Derives limits, cores, threads and lanes from the settings and the workers' first messages. Pure."""
 
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ from lamina.schedule.limits import Limits
 from lamina.transport.endpoint import spin_s
 
 LANES_PER_REPLICA = 3  # upper bound where the engine chooses the number of lanes
-LEAST_MINI_BATCH = 32  # sequences: their q is some 100 KB, which takes longer to send than a message costs
+LEAST_MINI_BATCH = 32  # sequences, with some 100 KB of q, which take longer to send than a message's overhead
 
 
 def limits(config: EngineConfig, model: ModelDirectory, pipeline: Pipeline) -> Limits:
-    """Bounds of steps and requests before the size of the slabs is known. Raises ConfigError."""
+    """Return the bounds of steps and requests before the size of the slabs is known. Raises ConfigError."""
     longest = model.max_model_len
     wanted = longest if config.max_model_len is None else config.max_model_len
     if wanted is None:
@@ -80,13 +79,9 @@ def _parse_cores(text: str) -> set[int]:
 
 
 def pipeline(config: EngineConfig, computes: int, shared: bool, local: bool = False) -> Pipeline:
-    """Return the lanes of a cluster, see ``_lanes``, with some for prompts alone if there is a pool for these."""
+    """Return the lanes of a cluster, see ``_lanes``, with lanes for prompts alone if there is a prefill pool."""
     made = _lanes(config, computes, shared, local)
-    prefill = size(config.prefill) // made.workers
-    if not prefill:
-        return made
-    lanes = made.replicas if made.start.rotates else made.start.lanes
-    return dataclasses.replace(made, lanes=lanes, rotates=False, choices=(), prefill=prefill)
+    return made.with_replicas(made.replicas, size(config.prefill) // made.workers)
 
 
 def _lanes(config: EngineConfig, computes: int, shared: bool, local: bool) -> Pipeline:
@@ -94,18 +89,20 @@ def _lanes(config: EngineConfig, computes: int, shared: bool, local: bool) -> Pi
 
     If ``config.lanes`` is None, the engine chooses while it runs: 1 to ``LANES_PER_REPLICA`` lanes per stage in fixed
     order, or one more lane than replicas, rotating. It starts with two per stage, which is the most if devices poll. On
-    shared cores nothing can overlap, nor without memory workers, so that each stage gets one lane.
+    shared cores or without memory workers nothing can overlap, so that each stage gets one lane.
 
     Args:
-        shared: both pools run on the same cores.
-        local: compute workers hold KV, so that lanes stay on the replica that has it.
+        config: The settings.
+        computes: Number of compute workers.
+        shared: Whether both pools run on the same cores.
+        local: Whether compute workers hold KV, so that lanes stay on the replica that has it.
     """
     ranks, stages = config.tensor_parallel, config.pipeline_parallel
     replicas = computes // (ranks * stages)
     units = replicas * stages
     may_rotate = stages == 1 and config.pipelining != "fixed" and not local
     if config.lanes is None and not shared and config.pipelining != "rotational":
-        most = SLOTS if config.polling == "device" else LANES_PER_REPLICA  # see lamina.memory.ahead
+        most = SLOTS if config.polling == "device" else LANES_PER_REPLICA  # see lamina.memory.device_steps
         choices = [Arrangement(each * units) for each in (2, 1, *range(3, most + 1))]
         if may_rotate and replicas > 1 and config.polling != "device":
             choices.append(Arrangement(replicas + 1, rotates=True))
@@ -117,8 +114,7 @@ def _lanes(config: EngineConfig, computes: int, shared: bool, local: bool) -> Pi
 
 
 def boot(host: str) -> str:
-    """Return what the hosts (``transport.shm.host``) of all processes of one machine have in common, also in
-    containers."""
+    """Return the part of a host name (``transport.shm.host``) that all containers of a machine share."""
     return host.partition(" ")[0]
 
 
@@ -130,7 +126,7 @@ class Machines:
 
     @staticmethod
     def from_greetings(roles: Mapping[str, Role], greetings: Mapping[str, Hello]) -> "Machines":
-        """From the first messages of all workers."""
+        """Return the machines of all workers, from their first messages."""
         cores: dict[Role, dict[str, list[Cores]]] = {"compute": {}, "memory": {}}
         for name, hello in greetings.items():
             cores[roles[name]].setdefault(boot(hello.host), []).append(frozenset(hello.cores))
@@ -138,7 +134,7 @@ class Machines:
 
     @property
     def shared(self) -> bool:
-        """True if workers of both pools run on the same cores somewhere."""
+        """Whether workers of both pools run on the same cores of any machine."""
         computes, memories = self.cores["compute"], self.cores["memory"]
         return any(
             not frozenset.union(*each).isdisjoint(frozenset.union(*memories[machine]))
@@ -147,15 +143,15 @@ class Machines:
         )
 
     def threads(self, role: Role, hello: Hello, wanted: int | None) -> int:
-        """Threads of a worker: one per core, or its share of those that its machine's workers of this role share.
+        """Return a worker's threads: one per core, or its share of the cores that workers of its role share.
 
-        One that joins gets what the others of its role have on its machine.
+        A worker that joins gets as many threads as other workers of its role on its machine.
         """
         each = self.cores[role].get(boot(hello.host)) or [frozenset(hello.cores)]
         return wanted or max(1, len(frozenset.union(*each)) // len(each))
 
     def spins_s(self) -> dict[str, float]:
-        """Return how long waits busy-wait, by machine."""
+        """Return the seconds that waits spin before they sleep, by machine."""
         computes, memories = self.cores["compute"], self.cores["memory"]
         return {
             machine: spin_s([*computes.get(machine, ()), *memories.get(machine, ())])
@@ -164,9 +160,9 @@ class Machines:
 
 
 def overlap(machines: Machines) -> Overlap:
-    """Return how q travels: in mini-batches if it crosses a network, whose transfers attention then hides.
+    """Return whether q is sent in mini-batches: only across a network, where attention then hides transfers.
 
-    Within a machine a message costs more than the transfer that it hides (docs/decisions.md).
+    Within a machine a message costs more than the transfer that it would hide (docs/decisions.md).
     """
     computes, memories = machines.cores["compute"], machines.cores["memory"]
     return Overlap() if memories.keys() <= computes.keys() else Overlap(mini_batches=4, least=LEAST_MINI_BATCH)
@@ -174,7 +170,7 @@ def overlap(machines: Machines) -> Overlap:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """The workers of a runtime and their settings, decided once they have greeted, but for what depends on the model.
+    """The workers of a runtime and their settings, derived from their first messages, before the model is loaded.
 
     Attributes:
         config: The settings.
@@ -198,17 +194,17 @@ class ClusterPlan:
 
     @property
     def computes(self) -> list[str]:
-        """The compute workers, by number."""
+        """Names of compute workers, by number."""
         return list(self.kinds["compute"])
 
     @property
     def memories(self) -> list[str]:
-        """The memory workers, by number."""
+        """Names of memory workers, by number."""
         return list(self.kinds["memory"])
 
     @property
     def start_s(self) -> float:
-        """Seconds within which a worker that was started has to greet."""
+        """Seconds within which a started worker must send its first message."""
         return START_TIMEOUT_S + (PLACE_S if self.config.ray is not None else 0.0)
 
     def threads(self, role: Role, hello: Hello) -> int:
@@ -216,11 +212,11 @@ class ClusterPlan:
         return self.machines.threads(role, hello, self.config.threads)
 
     def memory_setup(self, loaded: ModelLoaded, shards: int) -> MemorySetup:
-        """Return the message to workers with a slab, but for threads, with the largest capacity that one may have.
+        """Return the message to workers with a slab, without threads, with the largest possible capacity.
 
         Args:
             loaded: The model.
-            shards: The parts into which the heads of every attention are cut.
+            shards: Shards of the heads of every attention.
         """
         config, asked = self.config, self.compute_setup
         return MemorySetup(
@@ -252,7 +248,7 @@ def cluster_plan(
     trace: bool,
     local: bool = False,
 ) -> ClusterPlan:
-    """Decide how to bring up the workers of ``kinds``, given their first messages. Raises ConfigError.
+    """Return the plan of a cluster of workers, given their first messages. Raises ConfigError.
 
     Args:
         is_open: Workers of other machines may join later.
@@ -284,5 +280,5 @@ def cluster_plan(
 
 
 def check(config: EngineConfig, model: ModelDirectory, computes: int) -> None:
-    """Raises ConfigError for bounds of steps and requests that the model rules out."""
+    """Raise ConfigError for bounds of steps and requests that the model rules out."""
     limits(config, model, pipeline(config, computes, shared=False))

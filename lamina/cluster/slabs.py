@@ -88,7 +88,7 @@ def kv_bytes_of_joiner(config: EngineConfig, found: Resources, largest: int, pro
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a layer that forgets the tokens before its window (``lamina.memory.device.windows``).
+    """Rows of a layer that drops tokens before its window (``lamina.memory.device.windows``).
 
     Attributes:
         nbytes: Bytes of one row: K and V of one token.
@@ -101,7 +101,7 @@ class Rows:
     prompts: int | None = None
 
     def most(self, slots: int) -> int:
-        """Return the most rows in use at once if layers that forget nothing have ``slots`` token slots."""
+        """Return the most rows in use if layers that keep every token have ``slots`` token slots."""
         cached = 0 if self.prompts is None else max(self.prompts, prefix_tree.most_rows(slots))
         return min(self.running + with_spare(cached), slots)
 
@@ -112,7 +112,7 @@ class SlabSize:
 
     Attributes:
         slot: Bytes of one token slot, in all layers that keep every token.
-        rows: Rows of each layer that forgets.
+        rows: Rows of each layer that drops tokens.
     """
 
     slot: int
@@ -128,7 +128,7 @@ class SlabSize:
 
     @property
     def whole(self) -> "SlabSize":
-        """The size of the same slab if all layers keep every token."""
+        """Return the slab's size if all layers keep every token."""
         return SlabSize(self.nbytes(1))
 
     def with_pages(self, shards: int) -> "SlabSize":
@@ -146,7 +146,7 @@ def slab_size(
 ) -> SlabSize:
     """Return the size of a slab in host memory that holds whole tokens of these attentions.
 
-    ``forgets``: Layers with a window keep no tokens before it.
+    ``forgets``: Whether layers with a window drop tokens before it.
     """
     slot, rows = 0, list[Rows]()
     sequences, tokens = limits.max_sequences, lanes * limits.max_num_batched_tokens
@@ -170,7 +170,7 @@ def slab_of(plan: ClusterPlan, setup: MemorySetup) -> SlabSize:
 def with_capacities(
     plan: ClusterPlan, setup: MemorySetup, found: Mapping[str, Resources]
 ) -> tuple[MemorySetup, dict[str, int]]:
-    """Decide whether layers with a window forget, and how many token slots each worker with a slab gets.
+    """Decide whether layers with a window drop tokens, and how many token slots each worker with a slab gets.
 
     Returns:
         ``setup`` with the decision and the largest capacity, and the capacity of each worker.
@@ -210,7 +210,7 @@ def slab_there(slab: SlabSize, setup: MemorySetup, found: Resources) -> SlabSize
 
 
 def _kv_bytes(config: EngineConfig, hosts: Mapping[str, str], found: Mapping[str, Resources]) -> dict[str, int]:
-    """Return the bytes of KV of each memory worker. Host memory given to CPU workers is not offered to GPU workers too.
+    """Return the bytes of KV of each memory worker. GPU workers get no host memory that CPU workers use.
 
     Raises ConfigError.
     """

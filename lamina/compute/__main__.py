@@ -1,4 +1,4 @@
-"""The process of a compute worker, ``python -m lamina.compute``, which starts and ends faster than by default."""
+"""Runs the process of a compute worker, ``python -m lamina.compute``, with a faster start and exit."""
 
 import gc
 import logging
@@ -14,11 +14,10 @@ _UNUSED_ON_CPU = ("triton", "torchao")
 
 
 def before_imports(device: str = "cpu") -> None:
-    """Make importing torch and transformers cheaper. Call it before either is imported, in a process of its own.
+    """Make the import of torch and transformers cheaper. Call it before either is imported.
 
-    If installed, packages that a text decoder on ``device`` never uses cost half a second to import: this hides them.
-    And both libraries make a million objects that live as long as the process; scanning them for garbage again and
-    again takes a fifth of the start, so collection is off until the worker is set up.
+    Hides installed packages that a text decoder on ``device`` never uses, whose import takes half a second. Disables
+    garbage collection until the worker is set up: scanning the libraries' million objects takes a fifth of the start.
     """
     gc.disable()
     for package in (*_UNUSED, *(_UNUSED_ON_CPU if device == "cpu" else ())):
@@ -27,7 +26,7 @@ def before_imports(device: str = "cpu") -> None:
 
 
 def end_process(status: int) -> NoReturn:
-    """Exit at once. Everything a worker holds has been freed; taking apart a million objects takes a second."""
+    """Exit without destroying Python's objects, which would take a second. All shared resources have been freed."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

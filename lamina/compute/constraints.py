@@ -1,7 +1,7 @@
-"""Follows the grammars of structured outputs, on the worker that samples: which tokens may come next.
+"""Constrains sampling to the grammars of structured outputs: tracks each sequence's grammar state, masks its logits.
 
-A grammar's state is a function of the tokens so far. It is kept beside each sequence, and made again from the tokens
-after an epoch, a preemption or a handover.
+A grammar's state follows from the tokens generated so far. It is rebuilt from them after an epoch, a preemption or a
+change of replica.
 """
 
 import functools
@@ -28,7 +28,10 @@ class Constraint:
         self._consumed = 0
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Follow the tokens of a sequence, all that it has drawn. Those of an earlier call are its beginning."""
+        """Advance to the end of ``tokens``, all tokens that the sequence has generated.
+
+        They begin with the tokens of the last call.
+        """
         for token in tokens[self._consumed :]:
             if self.matcher.is_stopped():
                 break  # drawn after the end, which the engine discards
@@ -46,7 +49,7 @@ class Grammars:
         self._matcher = functools.lru_cache(maxsize=MOST_GRAMMARS)(self._compile)
 
     def begin(self, wanted: StructuredOutputs, vocabulary: int) -> Constraint:
-        """Return the state before the first token. ``vocabulary``: the width of logits."""
+        """Return the grammar's state before the first token. ``vocabulary``: width of the logits."""
         return Constraint(self._matcher(wanted, vocabulary).deep_copy())
 
     def _compile(self, wanted: StructuredOutputs, vocabulary: int) -> llguidance.LLMatcher:
@@ -61,7 +64,7 @@ class Grammars:
 
 
 class _Tokens:
-    """The tokens of a model as llguidance reads them."""
+    """Adapts a model's tokenizer to llguidance's interface."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -80,7 +83,7 @@ class _Tokens:
 def forbid(scores: Tensor, rows: Sequence[int], constraints: Sequence[Constraint]) -> None:
     """Set the scores [R, V] of tokens that may not come next to -inf, in place, in ``rows``.
 
-    A grammar in which no token may come next, as one that has become too complex, leaves nothing.
+    If a grammar allows no token, or has become too complex, all scores of its row become -inf.
     """
     width = scores.shape[1]
     bits = np.zeros((len(rows), -(-width // 32)), dtype=np.int32)

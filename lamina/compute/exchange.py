@@ -1,7 +1,7 @@
-"""Attention of one step as a compute worker sees it: scatter q, k, v to memory workers, gather and merge partials.
+"""Runs the attention of one step on a compute worker: scatters q, k, v to memory workers, gathers and merges partials.
 
-Segments in the worker's own memory (``lamina.compute.local_memory``) and prompt chunks, which attend to themselves, are
-attended here while memory workers attend to theirs.
+Meanwhile the compute worker attends to segments in its own memory (``lamina.compute.local_memory``), and from prompt
+chunks to themselves.
 """
 
 import functools
@@ -30,13 +30,14 @@ from lamina.dataplane.wire import (
     pulled_pieces,
 )
 from lamina.kernels.segments import SegmentTable
+from lamina.memory.device.base import Table
 from lamina.splitter import SliceOutput
 from lamina.splitter.parts import ONLY, Rank
 
 
 @dataclass(frozen=True)
 class RemoteShare:
-    """The part of a step that one memory worker does."""
+    """The part of a step that one memory worker attends."""
 
     channel: Channel
     rows: MessageRows
@@ -44,15 +45,15 @@ class RemoteShare:
 
     @functools.cached_property
     def is_whole(self) -> bool:
-        """True if the request is sent in one piece."""
+        """Whether the request is sent in one piece."""
         return len(self.pieces) == 1 and not self.rows.pulled
 
 
 @dataclass(frozen=True)
 class LocalChunks:
-    """The prompt chunks of a step, which attend to themselves on the compute worker while their K and V are sent.
+    """The prompt chunks of a step, which attend to themselves on the compute worker with all heads.
 
-    ``rows``: of the step. All heads of a row are attended here.
+    ``rows``: their rows in the step.
     """
 
     segments: SegmentTable
@@ -143,8 +144,13 @@ class StepExchange:
 
     @property
     def local_rows(self) -> int:
-        """Rows of prompt chunks, for which ``attend_chunks`` computes partials."""
+        """Number of rows of prompt chunks, for which ``attend_chunks`` computes partials."""
         return 0 if self._chunks is None else len(self._chunks.rows)
+
+    @property
+    def only_table(self) -> Table | None:
+        """What all rows attend to, if they decode over KV that is all in this worker's own memory; None otherwise."""
+        return None if self._share is None or self._remotes or self._chunks is not None else self._share.only_table
 
     def send_requests(self, index: int, spec: AttentionSpec, output: SliceOutput) -> None:
         """Send q, k and v of attention ``index`` to all memory workers. Raises PeerLostError."""
@@ -174,7 +180,7 @@ class StepExchange:
                 message.send_piece([*((k, v) if piece.keeps else ()), rows[piece.start : piece.stop]])
 
     def _sizes_of(self, spec: AttentionSpec) -> list[tuple[int, int]]:
-        """By memory worker: bytes of a request, and of the k and v beside it that the memory worker fetches."""
+        """Return, by memory worker, the bytes of a request, and of the k and v that the memory worker fetches."""
         shape = spec.query_heads, spec.kv_heads, spec.qk_dim, spec.v_dim
         sizes = self._sizes.get(shape)
         if sizes is None:
@@ -187,7 +193,7 @@ class StepExchange:
         return sizes
 
     def _lay_out(self, remote: RemoteShare, message: Message, spec: AttentionSpec, bulk: tuple[Array, Array]) -> None:
-        """Put k and v of prompt chunks beside the request, from where the memory worker fetches them."""
+        """Write k and v of prompt chunks into the arena, from which the memory worker fetches them."""
         k, v = bulk
         nbytes, at = self._shards.spec(spec).kv_bytes_per_token(self._dtype), 0
         count = self._shards.count
@@ -236,13 +242,13 @@ class StepExchange:
         return out
 
     def return_slots(self) -> None:
-        """After the last slice here: give back everything."""
+        """Free all slots and regions, after the last slice on this worker."""
         if self._unread:
             self._transfers.wait_for_reads()
             self._free_replies()
 
     def _free_replies(self) -> None:
-        """Give back the slots of replies that have been read: the next request to each peer says so."""
+        """Free the slots of replies that have been read; the next request to each peer carries the credits."""
         for arrival in self._unread:
             arrival.free()
         self._unread = []
@@ -272,6 +278,5 @@ def _shards_of(rows: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]
 
 
 def _sharded(array: Array, count: int) -> Array:
-    """Return a view [T, count, H / count, D] of rows [T, H, D]."""
     rows, heads, size = array.shape
     return array.reshape(rows, count, heads // count, size)

@@ -8,7 +8,7 @@ import torch
 
 from lamina.compute.device.base import Device, Runner, Sums
 from lamina.compute.model_files import Tell, locate
-from lamina.compute.preparation import Prepared, prepare
+from lamina.compute.split_cache import Prepared, prepare
 from lamina.compute.step import context_nbytes_per_token
 from lamina.control.messages import ComputeSetup, LoadProgress, ModelLoaded
 from lamina.control.sockets import ControlClient
@@ -49,7 +49,7 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
     place = _find_model(control, setup, tell)
     prepared = prepare(place, setup.dtype, lambda: tell("splitting", 0, 1), device.target, ranks.rank)
     tell("splitting", 1, 1)
-    shards = HeadShards.over(prepared.lowered.whole, setup.head_workers, setup.ranks)
+    shards = HeadShards.for_model(prepared.lowered.whole, setup.head_workers, setup.ranks)
     starts = divide(_slice_weights(prepared), setup.stages)
     stops = *starts[1:], len(prepared.lowered.parts)
     part = prepared.lowered.stage(range(starts[setup.stage], stops[setup.stage]))
@@ -101,7 +101,7 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
 def _check_quantization(
     place: ModelDirectory, prepared: Prepared, to: Quantization, names: Collection[str], device: str
 ) -> None:
-    """Raise ConfigError if the model cannot be quantised: it is already, or its experts would stay dense.
+    """Raise ConfigError if the model is quantised already, or its experts cannot be quantised.
 
     ``names``: Weights that are quantised to ``to``.
     """
@@ -121,7 +121,7 @@ def _check_quantization(
 
 
 def _describe_weights(place: ModelDirectory, loaded: Mapping[str, Weight], to: Quantization, prepared: Prepared) -> str:
-    """Return in words how weights are held; "" if the checkpoint's tensors are not quantised.
+    """Return a description of the weights' form; "" if the checkpoint's tensors are not quantised.
 
     Logs a warning that gives the bytes of quantised weights that had to be dequantised.
     """
@@ -155,7 +155,6 @@ def _describe_weights(place: ModelDirectory, loaded: Mapping[str, Weight], to: Q
 
 
 def _slice_weights(prepared: Prepared) -> list[dict[str, int]]:
-    """Return, for each slice, the bytes of its weights by name; tied weights have one name."""
     expected, ties = prepared.weights.expected, prepared.weights.ties
     needed = map(prepared.lowered.needs, prepared.lowered.slices)
     return [{ties.get(name, name): expected[name].nbytes for name in names} for names in needed]

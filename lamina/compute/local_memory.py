@@ -1,19 +1,20 @@
-"""Spare memory of a compute worker as a member of the memory pool: its segments are attended here, without a message.
+"""Stores KV in a compute worker's own memory and attends to it without messages (``--memory local``).
 
 Slab, bookkeeping and kernels are those of a memory worker (``lamina.memory.store``), on the compute worker's own
-device. There is no transport: K and V of prompt chunks need not be fetched, and nothing waits for results.
+device.
 """
 
 import collections
 import contextlib
+import functools
 from collections.abc import Callable
 
 import numpy as np
 
 from lamina.control.sockets import ControlClient
 from lamina.core.steps import StepPlan
-from lamina.memory.device.base import Array, New
-from lamina.memory.setup import UsageReports, make_store
+from lamina.memory.device.base import Array, New, Table
+from lamina.memory.slab_setup import UsageReports, make_store
 from lamina.memory.store import KvStore, StepTables
 from lamina.splitter.parts import ONLY, Rank
 
@@ -23,27 +24,27 @@ Partials = dict[tuple[object, ...], Partial]
 
 
 class LocalMemory:
-    """The slab of a compute worker. Its thread owns it.
+    """The KV slab of a compute worker. The worker's thread owns it.
 
     Attributes:
-        store: the slab.
-        usage: reports of its use to the engine.
+        store: The slab.
+        usage: Reports the slab's use to the engine.
     """
 
     def __init__(self, control: ControlClient, rank: Rank) -> None:
-        """Make the slab as the engine directs. Raises ConfigError, WorkerError."""
-        self.store, _, _ = make_store(control, contextlib.ExitStack())  # it has no disk to close
+        """Allocate the slab as the engine directs. Raises ConfigError, WorkerError."""
+        self.store, _, _ = make_store(control, contextlib.ExitStack())  # without a disk there is nothing to close
         self._rank = rank
         self.usage = UsageReports(control, self.store)
         # By lane: other lanes attend between the attention of a step and the merge of its result.
         self._partials = collections.defaultdict[int, Partials](dict)
 
     def apply_plan(self, plan: StepPlan) -> "LocalShare | None":
-        """Apply a plan's deltas, and assign slots to the tokens of its step. None if the step has nothing here.
+        """Apply a plan's deltas and allocate slots for the tokens of its step.
 
-        Raises the errors of ``KvStore.apply``.
+        Returns None if the step has no segment in this slab. Raises the errors of ``KvStore.apply``.
         """
-        tables = self.store.apply(plan)[self._rank.number]  # what is here of other ranks' heads is nothing
+        tables = self.store.apply(plan)[self._rank.number]  # the tables of other ranks are empty
         if tables.rows.empty:
             return None
         return LocalShare(self.store, tables, self._partials[plan.lane], self._rank)
@@ -53,8 +54,8 @@ class LocalShare:
     """The part of one step in local memory. Planned once per step, used by every attention.
 
     Attributes:
-        worker: name of the worker.
-        queries: int64 [R], the rows of the step (or shards of rows) that attend here, in the order of
+        worker: Name of the worker.
+        queries: int64 [R], the step's rows (or shards of rows) that attend to this slab, in the order of
             ``lamina.dataplane.wire.MessageRows``.
     """
 
@@ -81,11 +82,22 @@ class LocalShare:
         self._asking = _indices(self.queries, total, sent) if count == 1 else sent(self.queries)
         self._merges = any(tables.further)  # partials over several segments, on the host
 
-    def attend(self, layer: int, q: Array, k: Array, v: Array) -> Partial | None:
-        """Keep k [T, Hkv, D] and v [T, Hkv, Dv] of the step's tokens, then attend with its rows of q [T, Hq, D].
+    @functools.cached_property
+    def only_table(self) -> Table | None:
+        """What all rows of the step attend to, in order, while their k and v are appended. None for other steps: with
+        prompt chunks, or of which a part is elsewhere."""
+        tables = self._tables
+        in_order = self._count == 1 and isinstance(self._asking, slice) and isinstance(self._new, slice)
+        stores = len(self._slots) > 0 or tables.order.stores is not None or len(tables.order.after) > 0
+        if not in_order or stores or self._merges or len(tables.tables) != 1 or len(tables.tables[0]) != 1:
+            return None
+        return tables.tables[0][0].table
 
-        All three are the device's. Returns (out [R, Hq, Dv], lse [R, Hq]) for ``queries``, the device's or in host
-        memory, valid until the next call; None without any. In the result, Hq counts the heads of a shard.
+    def attend(self, layer: int, q: Array, k: Array, v: Array) -> Partial | None:
+        """Store k [T, Hkv, D] and v [T, Hkv, Dv] of the step's tokens, then attend with its rows of q [T, Hq, D].
+
+        All three are device arrays. Returns (out [R, Hq, Dv], lse [R, Hq]) for ``queries``, in device or host memory,
+        valid until the next call; None without queries. Hq counts the heads of a shard in the result.
         """
         if self._count > 1:
             q, k, v = (_sharded(array, self._count) for array in (q, k, v))
@@ -112,7 +124,7 @@ class LocalShare:
 
 
 def _indices(rows: Array, total: int, sent: Callable[[Array], Array]) -> Index:
-    """Return an index of ``total`` rows that selects ``rows``, without a copy if these are all."""
+    """Return an index that selects ``rows`` of ``total`` rows: a slice if these are all rows, else an array."""
     return slice(None) if len(rows) == total else sent(rows)
 
 

@@ -1,9 +1,8 @@
-"""The messages that a compute worker has received from its peers, sorted by lane.
+"""Holds the messages that a compute worker has received from its peers, by lane.
 
-A message stays in its slot until it is used, so that partials are merged in place. This alone could deadlock: a lane
-waits for another peer's message, and that peer for a slot that such a lane holds. So a message is copied out of its
-slot if it took the last slot of its link and its lane cannot continue yet. Then each link always has a free slot, or
-one whose lane can run without waiting.
+A message stays in its slot until it is used, so that partials are merged in place. To prevent deadlock, a message that
+occupies the last slot of its link is copied out of the slot if its lane cannot run yet. Then every link has a free
+slot, or a slot whose lane can run without waiting.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,8 +19,8 @@ class Mail:
     """The received messages of all lanes.
 
     Attributes:
-        channels: by peer.
-        missing: by lane, the peers from which it still waits for a message.
+        channels: Channels by peer.
+        missing: By lane, the peers whose messages its next slice still waits for.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class Mail:
         lanes: int,
         may_run: Callable[[int], bool] | None = None,
     ) -> None:
-        """``may_run``: False for lanes that wait for another rank to announce their slice, whatever has arrived."""
+        """``may_run``: Returns False for a lane whose slice rank 0 has not announced."""
         self.channels = channels
         self.landing_nbytes = fetcher.landing_nbytes
         self.missing = [set[str]() for _ in range(lanes)]
@@ -42,7 +41,7 @@ class Mail:
         self._fetched: list[int] = []  # lanes whose message has just been fetched
 
     def reset(self, topology: Topology) -> None:
-        """Drop all messages. From now on, only members of ``topology`` send and receive."""
+        """Drop all messages, and the channels to workers that are not members of ``topology``."""
         for peer in self.channels.keys() - topology.names:
             self._fetcher.forget(peer)
         self._fetcher.drop_all()
@@ -55,8 +54,10 @@ class Mail:
             arrived.clear()
 
     def change_members(self, topology: Topology, new: Mapping[str, Channel]) -> None:
-        """Change the members to those of ``topology``. ``new``: channels to those that join. No message from or
-        to a worker that has left may be in flight."""
+        """Replace the members by those of ``topology``. ``new``: channels to workers that join.
+
+        No message from or to a worker that has left may be in flight.
+        """
         kept = {name: channel for name, channel in self.channels.items() if name in topology.names}
         self.channels = {**kept, **new}
         for _ in range(len(self.missing), topology.pipeline.lanes):
@@ -64,7 +65,7 @@ class Mail:
             self._arrived.append({})
 
     def expect(self, lane: int, peers: Collection[str] | None) -> None:
-        """Note that the lane needs a message from each of these peers; None: it has nothing to do."""
+        """Set the peers whose messages a lane's next slice needs; None: the lane has no slice to run."""
         if peers is None:
             self._expecting.discard(lane)
             peers = ()
@@ -73,21 +74,20 @@ class Mail:
         self.missing[lane] = {peer for peer in peers if peer not in self._arrived[lane]}
 
     def pop_message(self, lane: int, peer: str) -> Arrival:
-        """Return the lane's message from a peer, which must have arrived, with its body."""
+        """Remove and return the lane's message from a peer, which must have arrived."""
         return self._arrived[lane].pop(peer)
 
     def receive(
         self, wait: Wait, peers: Collection[str], timeout_s: float, besides: Sequence[Target] = ()
     ) -> list[int]:
-        """Wait until a message of one of ``peers``, a piece of a fetched one or a credit for a kept one arrives, or one
-        of ``besides`` is reached.
+        """Wait for a message of one of ``peers``, and receive all of their messages that have arrived.
 
-        All messages of ``peers`` that have arrived by then are taken in. Returns their lanes. Raises DeadlineError;
-        PeerLostError.
+        Also returns when a piece of a fetched message or a credit for a queued message arrives, or a doorbell of
+        ``besides`` rings. Returns the lanes of the messages received. Raises DeadlineError, PeerLostError.
         """
         # The credit for a kept message may be in the header of a message that no lane waits for yet.
         peers = list(dict.fromkeys((*peers, *(channel.name for channel in self._hub.keeping))))
-        if lanes := self._take_in(peers):
+        if lanes := self._receive_from(peers):
             return lanes
         targets: list[Target] = []
         for peer in peers:
@@ -102,15 +102,14 @@ class Mail:
         for peer in peers:
             channel = self.channels[peer]
             if index < len(channel.awaited):
-                return self._take_in(peers[peers.index(peer) :])
+                return self._receive_from(peers[peers.index(peer) :])
             index -= len(channel.awaited)
         if index < len(coming):
-            return self._keep(index)
-        self._hub.go_on()
+            return self._store_piece(index)
+        self._hub.send_kept()
         return []
 
-    def _take_in(self, peers: Collection[str]) -> list[int]:
-        """Every message of these that has arrived: looking at a bell takes a small part of a call of ``wait``."""
+    def _receive_from(self, peers: Collection[str]) -> list[int]:
         lanes: list[int] = []
         sequence = self._hub.sequence
         for peer in peers:
@@ -122,15 +121,15 @@ class Mail:
 
     @property
     def is_waiting(self) -> bool:
-        """True if it waits for anything besides messages."""
+        """Whether a fetch is in flight or a message is queued for lack of credits."""
         return bool(self._fetcher.awaited or self._hub.keeping)
 
     def _receive(self, channel: Channel, slot: int) -> int | None:
-        """Take in a message that has arrived; returns its lane, or None if it must be fetched first."""
+        """Read an arrived message; return its lane, or None if its body must be fetched first."""
         channel.close_slot(slot)
         arrival = channel.read(slot)
         if self._hub.keeping:
-            self._hub.go_on()  # its header may bring credits
+            self._hub.send_kept()  # its header may bring credits
         if arrival.body is None:
             self._fetch(arrival)
             return None
@@ -153,17 +152,17 @@ class Mail:
             self._fetched.append(arrival.lane)
 
         self._fetcher.add_body(channel.name, arrival.fetched_at, body, deliver)
-        self._ask()
+        self._request_pieces()
 
-    def _keep(self, index: int) -> list[int]:
-        self._fetcher.keep(index)
-        self._ask()
+    def _store_piece(self, index: int) -> list[int]:
+        self._fetcher.finish(index)
+        self._request_pieces()
         fetched, self._fetched = self._fetched, []
         return fetched
 
-    def _ask(self) -> None:
-        while self._fetcher.may_ask:
-            self._fetcher.ask()
+    def _request_pieces(self) -> None:
+        while self._fetcher.can_start:
+            self._fetcher.start_next()
 
     def _deliver(self, arrival: Arrival) -> None:
         peer = arrival.channel.name
@@ -171,5 +170,5 @@ class Mail:
         self.missing[arrival.lane].discard(peer)
 
     def flush(self) -> None:
-        """Tell peers of freed slots and fetched regions that no message has told them of. Raises PeerLostError."""
+        """Send credits for freed slots and fetched regions that no message has carried. Raises PeerLostError."""
         self._hub.flush()

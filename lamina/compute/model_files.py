@@ -1,8 +1,8 @@
-"""Where a compute worker reads the model: under the engine's path, or else from a copy on its own machine.
+"""Finds the model's files on a compute worker's machine, or fetches them from the engine's machine.
 
-In this order: the path that the engine has; the same revision in this machine's Hugging Face cache, if that path is a
-snapshot in the engine's; a copy that was fetched before; one that is fetched now, from the engine's machine. A copy is
-used only if it is complete and has the digest of the engine's.
+Tried in this order: the engine's path; the same revision in this machine's Hugging Face cache, if the engine's path is
+a snapshot in its cache; a copy fetched earlier; a copy fetched now. A copy must be complete and have the digest of the
+engine's files.
 """
 
 import contextlib
@@ -34,11 +34,12 @@ Tell = Callable[[str, int, int], None]
 
 
 def locate(path: str, source: FileSource | None, weights: bool, fetch: Fetch, tell: Tell) -> Path:
-    """Return the directory to read the model from. ``weights``: they are needed, not only the configuration.
+    """Return the directory to read the model from. ``weights``: whether weights are needed besides the configuration.
 
     Raises:
-        ModelError: what was fetched is another checkpoint. ConfigError: there is no room for it.
-        TransportError: the engine does not send it.
+        ModelError: The fetched files are not the engine's.
+        ConfigError: The disk has too little space.
+        TransportError: The engine does not send the files.
     """
     if source is None or (Path(path) / CONFIG).is_file():
         return Path(path)
@@ -78,7 +79,6 @@ def in_hub_cache(path: str) -> Path | None:
 
 
 def _fetch(source: FileSource, copy: Path, weights: bool, fetch: Fetch, tell: Tell) -> None:
-    """Make the directory ``copy``, complete and checked, or raise."""
     partial = copy.with_name(f"{copy.name}.partial")
     partial.mkdir(mode=0o700, exist_ok=True)  # complete files of an attempt that was interrupted are kept
     needed = source.nbytes - sum(file.stat().st_size for file in partial.iterdir())
@@ -126,7 +126,7 @@ def _digest(place: Path, weights: bool) -> str:
 
 @contextlib.contextmanager
 def _locked(file: Path, tell: Tell) -> Iterator[None]:
-    """Hold the lock of one model: of a machine's workers, one fetches. Raises DeadlineError."""
+    """Hold a model's lock, so that one worker of a machine fetches it. Raises DeadlineError."""
     deadline = time.monotonic() + LOCK_S
     with file.open("w") as lock:
         while True:

@@ -1,8 +1,8 @@
 """All-reduce between the tensor-parallel ranks of a stage on CPUs, and the common order in which ranks run slices.
 
-Every rank writes its tensor into an arena slot of every other rank, and adds the tensors in its own slots in the order
-of the ranks, so that all get the same bits. Each peer has two slots, used alternately: a peer that has sent tensor n
-has read all tensors up to n - 2, so that no slot needs to be freed. A tensor larger than a slot is reduced in pieces.
+Every rank writes its tensor into an arena slot of every other rank, and adds the received tensors in the order of the
+ranks, so that all ranks get the same bits. Each peer has two slots, used alternately: a peer that has sent tensor n has
+read tensor n - 2, so that no slot needs to be freed. A tensor larger than a slot is reduced in pieces.
 
 If several lanes run on the stage, their messages may reach the ranks in different orders. So rank 0 announces each
 slice before it runs the slice, and the other ranks run it next, once its messages have arrived.
@@ -19,7 +19,7 @@ from torch import Tensor
 from lamina.control.messages import EndEpoch, Stop, ToWorker
 from lamina.control.sockets import ControlClient
 from lamina.core.errors import DeadlineError
-from lamina.dataplane.leases import ARRIVED, FETCHED, GIVEN_BACK, ORDER_NBYTES, SLOTS
+from lamina.dataplane.leases import ARRIVED, FETCHED, FREED, ORDER_NBYTES, SLOTS
 from lamina.dataplane.slot import Outbox, Slot
 from lamina.splitter import as_numpy
 from lamina.splitter.parts import Rank
@@ -27,8 +27,8 @@ from lamina.transport.base import Arena, Target
 from lamina.transport.endpoint import Wait
 from lamina.worker.links import Links
 
-TIMEOUT_S = 300.0  # to wait for another rank, whose memory workers may be attending to a long prompt
-SLICE_S = 0.05  # between two checks for an EndEpoch message while a rank waits for another
+TIMEOUT_S = 300.0  # for another rank, which may wait for the attention of a long prompt
+SLICE_S = 0.05  # between two checks for EndEpoch while a rank waits for another
 _LANE = struct.Struct("<Q")  # format of an announcement
 ANNOUNCED = ORDER_NBYTES // _LANE.size  # most unread announcements
 
@@ -65,8 +65,6 @@ class RankWait:
 
 
 class _Peer:
-    """The slots between this rank and another one, in both directions."""
-
     def __init__(self, links: Links, name: str) -> None:
         own, theirs = links.leases(name)
         self.name = name
@@ -149,7 +147,7 @@ class SliceOrder:
     """Makes all ranks of a stage run slices of several lanes in the order of rank 0. The worker's thread owns it.
 
     Links between ranks carry no messages with credits, so doorbells for credits are free for announcements:
-    ``GIVEN_BACK`` counts announcements sent, ``FETCHED`` announcements read. They lie at the end of the first slot.
+    ``FREED`` counts announcements sent, ``FETCHED`` announcements read. They are at the end of the first slot.
     """
 
     def __init__(self, links: Links, wait: Wait, names: Sequence[str]) -> None:
@@ -161,11 +159,11 @@ class SliceOrder:
         self._followers: list[tuple[str, Outbox, int]] = []
         for name in others if self.leads else ():
             own, theirs = links.leases(name)
-            place = Slot(theirs.slot(1) - ORDER_NBYTES, ORDER_NBYTES, theirs.doorbell + GIVEN_BACK)
+            place = Slot(theirs.slot(1) - ORDER_NBYTES, ORDER_NBYTES, theirs.doorbell + FREED)
             self._followers.append((name, links.outbox(name, place), own.doorbell + FETCHED))
         if not self.leads:
             own, theirs = links.leases(leader)
-            self._bell, self._at = own.doorbell + GIVEN_BACK, own.slot(1) - ORDER_NBYTES
+            self._bell, self._at = own.doorbell + FREED, own.slot(1) - ORDER_NBYTES
             self._leader = links.outbox(leader, Slot(theirs.slot(0), 0, theirs.doorbell + FETCHED))
 
     def reset(self, first: int) -> None:

@@ -1,6 +1,7 @@
-"""Runs the slices of a split model with their weights."""
+"""Implements ``Runner`` on CPUs: runs the slices of a split model with their weights."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,16 +21,16 @@ from lamina.splitter.markers import Reduce
 
 
 def padded(rows: int) -> int:
-    """Return the number of rows that ``rows`` are padded to: at most an eighth more, with few distinct values.
+    """Return the padded number of rows: at most an eighth more than ``rows``, with few distinct values.
 
-    oneDNN compiles a kernel for every number of rows, at half a millisecond and a megabyte each.
+    oneDNN compiles a kernel for every number of rows, which takes 0.5 ms and 1 MB.
     """
     step = 1 << max(0, rows.bit_length() - 4)
     return -(-rows // step) * step
 
 
 class NativeRunner:
-    """The part of a ``Runner`` that needs no model: rows and partials in host memory, native kernels."""
+    """Implements ``Carrier`` with rows in host memory and native kernels."""
 
     def __init__(self, dtype: DType) -> None:
         self.dtype = dtype
@@ -73,7 +74,10 @@ class SliceRunner(NativeRunner):
         self._slices = dict(zip(model.slices, model.with_weights(tensors, reduce, activations), strict=True))
 
     def reserve(self, rows: int, draws: int, shards: int) -> None:
-        """Nothing: the system gives memory when it is written to."""
+        """Do nothing: the system allocates memory when it is first written."""
+
+    def recorded_steps(self, memory: Any) -> None:
+        """Return None: starting a slice costs next to nothing on a CPU."""
 
     def padded(self, rows: int) -> int:
         return padded(rows)
@@ -85,15 +89,12 @@ class SliceRunner(NativeRunner):
         attention: torch.Tensor | None,
         context: tuple[torch.Tensor, ...],
     ) -> SliceOutput:
-        """Return q, k, v and context of slice ``index``, not the last. They stay valid until two more slices have run
-        with the same ``rows``."""
         piece = self._slices[index]
         return piece.run(rows.ids, rows.positions, attention, context, rows.prepared(piece), rows.workspace)
 
     def logits(
         self, rows: "Rows", attention: torch.Tensor, context: tuple[torch.Tensor, ...], chosen: torch.Tensor
     ) -> torch.Tensor:
-        """Logits [len(chosen), vocab] of rows ``chosen``, int64, ascending."""
         count = len(chosen)
         if count < len(rows.ids):
             chosen = pad(chosen, padded(count))

@@ -1,9 +1,9 @@
 """Draws next tokens from logits, on the compute worker that computed them.
 
-The order of operations is vLLM's: penalties, minimum length, temperature, min-p, top-k, top-p. The last three keep the
-tokens whose score is at least some value, so each row needs that value alone. Every draw depends only on (seed,
-completion, position) and the logits, and hardly on their rounding (``draw``): the same tokens are drawn whatever else
-is in the batch. Shapes: R rows, V vocabulary.
+The order of operations is vLLM's: penalties, minimum length, temperature, min-p, top-k, top-p. The last three keep
+tokens whose score is at least a threshold, so that one threshold per row represents them. A draw depends only on
+(seed, completion, position) and the logits, not on the rest of the batch, and rarely on rounding errors (``draw``).
+Shapes: R rows, V vocabulary.
 """
 
 import hashlib
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lamina import _native
 from lamina.compute.constraints import Constraint, forbid
-from lamina.control.logprobs import pack, pack_rows
 from lamina.control.messages import Draw
+from lamina.control.packed_logprobs import pack, pack_rows
 from lamina.core.errors import LogitsError
 from lamina.core.types import Logprob, SamplingParams
 from lamina.kernels.gpu.specialize import draw_program
@@ -32,15 +32,15 @@ _MIN_TEMPERATURE = 1e-6  # below it float32 cannot tell the distribution from it
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the sampler needs to know about the sequence whose next token it draws from one row of logits.
+    """A sequence as the sampler sees it: how to draw its next token from one row of logits.
 
     Attributes:
-        sequence: its number, returned in the draw.
-        params: how to draw. A row with ``n`` > 1 is one of the completions.
-        seed: of the request; the engine chooses one for requests without a seed.
+        sequence: number of the sequence, returned in the draw.
+        params: sampling parameters; with ``n`` > 1, the row belongs to one of the completions.
+        seed: seed of the request; the engine chooses one for requests without a seed.
         completion: index of this completion within its request.
         generated: number of tokens drawn before, which is the index of the token to draw.
-        eos_token_ids: not drawn before ``min_tokens``, like ``params.stop_token_ids``.
+        eos_token_ids: tokens not drawn before ``min_tokens``, like ``params.stop_token_ids``.
         prompt: token ids, read only if ``repetition_penalty`` is on.
         output: token ids drawn so far, read only if a penalty is on or there are bad sequences.
         constraint: the state of the grammar that the sequence must match, after its last token.
@@ -60,15 +60,16 @@ class Row:
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
     """Draw one token per row of ``logits`` [R, V], any float dtype, which are not changed.
 
-    ``logprobs`` of a beam's row are the ``n`` most likely tokens, and the ``n`` most likely of those that end nothing.
-    Raises LogitsError naming every row with a NaN, an infinity or no token to choose from; nothing is drawn then.
+    ``logprobs`` of a beam's row are the ``n`` most likely tokens, and the ``n`` most likely tokens that do not end it.
+
+    Raises LogitsError, without drawing, that names every row with a NaN, an infinity or no allowed token.
     """
     _require_matching(logits, rows)
     scores = _constrain(logits, rows)
     highest, tokens = largest(scores)
     broken = [r for r, value in enumerate(highest.tolist()) if not math.isfinite(value)]
     if broken:
-        raise LogitsError(broken)
+        raise LogitsError(broken, ruled_out=bool(largest(logits[broken])[0].isfinite().all()))
     random = [r for r, row in enumerate(rows) if not row.params.greedy]
     if random:
         chosen, places = [rows[r] for r in random], torch.tensor(random, device=scores.device)
@@ -103,7 +104,7 @@ def _require_matching(logits: Tensor, rows: Sequence[Row]) -> None:
 
 
 def _constrain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Penalties, minimum length, biases and grammars, in a float32 copy; ``logits`` themselves if no row has any."""
+    """Apply penalties, minimum length, biases and grammars to a float32 copy; ``logits`` itself if no row has any."""
     penalized = [r for r, row in enumerate(rows) if row.params.penalizes]
     too_short = [r for r, row in enumerate(rows) if row.generated < row.params.min_tokens]
     grammars = {r: row.constraint for r, row in enumerate(rows) if row.constraint is not None}
@@ -128,7 +129,6 @@ def _constrain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def _bias(scores: Tensor, params: SamplingParams) -> None:
-    """Add the bias of tokens to their scores [V], and forbid those that are not allowed, in place."""
     vocabulary = len(scores)
     bias = {token: value for token, value in (params.logit_bias or {}).items() if token < vocabulary}
     if bias:
@@ -161,13 +161,13 @@ def _penalize(scores: Tensor, rows: Sequence[Row], penalized: list[int]) -> None
     flat = scores.view(-1)
 
     def entries(histories: list[Sequence[int]]) -> tuple[Tensor, list[Row], Tensor]:
-        """Each (row, token) once: its position in ``flat``, its row, its number of occurrences."""
+        """Return, for each distinct (row, token): index in ``flat``, row, number of occurrences."""
         keys = [np.asarray(tokens, np.int64) + r * vocabulary for r, tokens in zip(penalized, histories, strict=True)]
         positions, counts = np.unique(np.concatenate(keys), return_counts=True)
         owners = [rows[r] for r in (positions // vocabulary).tolist()]
         return torch.from_numpy(positions).to(flat.device), owners, torch.from_numpy(counts).to(flat.device)
 
-    # Repetition counts prompt and output, the other two what was drawn, as in other engines' APIs.
+    # The repetition penalty counts prompt and output, the other two penalties count output only, as in vLLM.
     seen, owners, _ = entries([[*rows[r].prompt, *rows[r].output] for r in penalized])
     penalty = flat.new_tensor([row.params.repetition_penalty for row in owners])
     score = flat[seen]
@@ -184,9 +184,9 @@ def _temperatures(rows: Sequence[Row], device: torch.device) -> Tensor:
 
 
 def _least(scores: Tensor, places: Tensor, highest: Tensor, temperature: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Return the lowest score that min-p, top-k and top-p keep, float32 [R], of rows ``places`` [R] of ``scores``.
+    """Return the lowest score that min-p, top-k and top-p keep, float32 [R], for rows ``places`` [R] of ``scores``.
 
-    Tokens with equal scores are all kept or all cut. ``highest``, ``temperature`` [R]: of these rows.
+    Tokens with equal scores are all kept or all cut. ``highest`` and ``temperature`` [R] belong to these rows.
     """
     # The logarithm of min-p 0 is -inf: everything is kept.
     least = highest + temperature * highest.new_tensor([row.params.min_p for row in rows]).log()
@@ -203,7 +203,7 @@ def _least(scores: Tensor, places: Tensor, highest: Tensor, temperature: Tensor,
 
 
 def _scaled(scores: Tensor, highest: Tensor, least: Tensor, temperature: Tensor) -> Tensor:
-    """(score - highest) / temperature, float32 [R, N], -inf for scores [R, N] below ``least``; the others are [R]."""
+    """Return (score - highest) / temperature, float32 [R, N]; -inf for scores below ``least``."""
     # The maximum is subtracted first: then no temperature can overflow.
     scaled = (scores.float() - highest[:, None]).div_(temperature[:, None])
     return scaled.masked_fill_(scores < least[:, None], -math.inf)
@@ -212,7 +212,7 @@ def _scaled(scores: Tensor, highest: Tensor, least: Tensor, temperature: Tensor)
 def _nucleus(
     scores: Tensor, highest: Tensor, least: Tensor, temperature: Tensor, top_p: Tensor, candidates: int = _CANDIDATES
 ) -> Tensor:
-    """Return the score of the last token in the smallest set of mass ``top_p`` [R], of those from ``least`` [R] on."""
+    """Return the lowest score in the smallest set of tokens with mass ``top_p`` [R], among scores >= ``least`` [R]."""
     left = int((scores >= least[:, None]).sum(-1).max())
     candidates = min(candidates, left)
     top = scores.topk(candidates).values
@@ -234,16 +234,15 @@ def draw(
 ) -> None:
     """Draw one token from each of rows ``places`` [R], int64, of ``logits`` [*, V], any float dtype, on one device.
 
-    The Gumbel-max trick: the token with the largest logit / temperature + noise is drawn, which has the probabilities
-    of the softmax. The noise is a hash of the row's key and the token id. So a small error in the logits, from another
-    batch or another order of sums, leaves every draw as it was unless the two best tokens are as close as the error:
-    drawing from cumulative probabilities would move the borders of all tokens.
+    By the Gumbel-max trick: the token with the largest logit / temperature + noise has the probabilities of the
+    softmax. The noise is a hash of the row's key and the token id. So a rounding error in the logits changes a draw
+    only if the two best tokens are as close as the error; drawing from cumulative probabilities would be less robust.
 
     Args:
         highest: The largest logit of each row, float32 [R]; finite.
         least: Tokens with a lower logit are not drawn, float32 [R]; at most ``highest``.
         temperature: Positive, float32 [R].
-        keys: What the noise of each row depends on, int64 [R].
+        keys: Seed of each row's noise, int64 [R].
         tokens: The first token with the largest logit, int64 [R], contiguous; replaced by the token drawn.
     """
     if logits.stride(-1) != 1:
@@ -274,14 +273,14 @@ def draw(
 
 
 def _key(row: Row) -> int:
-    """Return what the noise of this draw depends on: a hash of (seed, completion, position), an int64."""
+    """Return the seed of the draw's noise: a hash of (seed, completion, position), an int64."""
     drawn = row.generated - len(row.params.forced_token_ids)
     counter = struct.pack("<qqq", row.seed, row.completion, drawn)
     return int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little", signed=True)
 
 
 def _logprobs(logits: Tensor, tokens: list[int], rows: Sequence[Row]) -> dict[int, bytes]:
-    """Packed, by row that requests them: the drawn token, then the most likely ones, from the logits as they came."""
+    """Return packed logprobs by row that requests them: the drawn token, then the most likely ones, unconstrained."""
     by_count: dict[int, list[int]] = {}
     for r, row in enumerate(rows):
         if row.params.logprobs is not None:
@@ -301,7 +300,7 @@ def _logprobs(logits: Tensor, tokens: list[int], rows: Sequence[Row]) -> dict[in
 
 
 def _continuations(logits: Tensor, rows: Sequence[Row]) -> dict[int, bytes]:
-    """Packed, by row of a beam: the continuations that its search may choose (``lamina.schedule.beam_search``)."""
+    """Return packed candidates by row of a beam, from which ``lamina.schedule.beam_search`` chooses."""
     beams = [r for r, row in enumerate(rows) if row.params.use_beam_search]
     if not beams:
         return {}

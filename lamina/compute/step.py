@@ -1,4 +1,4 @@
-"""One step of one lane on one replica, or on one stage of it: its own slices, one at a time, in order."""
+"""Runs one step of one lane on a compute worker: the slices of its replica or stage, one at a time, in order."""
 
 import dataclasses
 import itertools
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lamina.compute.device.base import Partial, Runner, Sums
+from lamina.compute.device.base import Partial, Runner, Sums, WholeSteps
 from lamina.compute.exchange import StepExchange
 from lamina.compute.mail import Mail
 from lamina.compute.rows import Rows, pad
@@ -26,12 +26,15 @@ from lamina.splitter import Crossing, as_numpy
 
 @dataclass(frozen=True)
 class Replica:
-    """What all steps that a compute worker runs in one epoch share.
+    """Context of all steps that a compute worker runs in one epoch.
 
     Attributes:
-        number: of this worker's stage, see ``Pipeline.stage``.
-        names: by stage, the compute worker whose rank is this worker's.
-        sums: over the ranks of the stage.
+        number: Number of this worker's stage, see ``Pipeline.stage``.
+        names: By stage, the compute worker with the same rank as this worker.
+        pipeline: Order in which stages run slices.
+        runner: Runs this worker's slices.
+        timeline: Records spans.
+        sums: All-reduce over the ranks of the stage.
     """
 
     number: int
@@ -42,21 +45,22 @@ class Replica:
     sums: Sums
 
     def within(self, topology: Topology, own: str) -> "Replica":
-        """Return this for other members, of which ``own`` is this worker."""
+        """Return a copy for the members of ``topology``. ``own``: this worker's name."""
         names, ranks = topology.computes, topology.pipeline.ranks
         number, rank = divmod(names.index(own), ranks)
         return dataclasses.replace(self, number=number, names=names[rank::ranks], pipeline=topology.pipeline)
 
     def begins(self, plan: StepPlan) -> bool:
-        """True if the first slice of the plan's step runs here."""
+        """Return whether this worker runs the first slice of the plan's step."""
         return self.pipeline.stage(plan.lane, plan.turn, 0, plan.rotates) == self.number
 
 
 class StepRun:
-    """Planned when the plan arrives; ``run`` is called once per own slice, when ``awaited`` has been rung.
+    """Runs this worker's slices of one step: call ``run`` once per slice, when messages of ``awaited`` have arrived.
 
     Attributes:
-        tokens: the step's token ids, known once its first own slice has run.
+        tokens: The step's token ids, known once this worker's first slice has run.
+        is_launched: Whether all slices have been given to the device at once, which may still run them.
     """
 
     def __init__(
@@ -67,11 +71,15 @@ class StepRun:
         mail: Mail,
         workspace: Workspace,
         follows: bool = False,
+        whole: WholeSteps | None = None,
     ) -> None:
-        """``workspace`` has the exchange's rows; steps of one lane may share it, since they run one after another.
-        ``follows``: the lane has had a step before this one in the epoch."""
+        """``workspace`` has memory for the exchange's rows, shared by steps of one lane, which run one after another.
+
+        ``follows``: whether the lane has had an earlier step in the epoch. ``whole``: runs steps that need no peer.
+        """
         self.plan = plan
         self.tokens: list[int] = []
+        self.is_launched = False
         self._replica = replica
         self._runner = replica.runner
         self._timeline = replica.timeline
@@ -89,27 +97,30 @@ class StepRun:
         ends = itertools.accumulate(len(step.tokens) for step in plan.sequences)
         chosen = [end - 1 for end, step in zip(ends, plan.sequences, strict=True) if step.draws]
         self._chosen = torch.tensor(chosen, dtype=torch.int64)
+        is_whole = len(self._own) == slices and len(chosen) == self._count > 0
+        self._table = exchange.only_table if whole is not None and is_whole else None
+        self._whole = whole
         self._context: tuple[torch.Tensor, ...] = ()
         self._chunks: Partial | None = None
 
     @property
     def index(self) -> int:
-        """The slice to run next, -1 after the last one here."""
+        """Index of this worker's next slice, -1 after its last one."""
         return self._own[self._next] if self._next < len(self._own) else -1
 
     @property
     def tick(self) -> int:
-        """When the next slice is due, see ``Pipeline.tick``."""
+        """Tick at which the next slice is due, see ``Pipeline.tick``."""
         return self._replica.pipeline.tick(self.plan.lane, self.plan.turn + self.index)
 
     @property
     def ends_here(self) -> bool:
-        """True if the last slice runs here."""
+        """Whether this worker runs the last slice."""
         return self._own[-1:] == [len(self._runner.attentions)]
 
     @property
     def shares(self) -> float:
-        """How many times as long as here slices take in all: stages have about as many bytes of weights each."""
+        """Estimated time of all the step's slices over the time of this worker's; stages have about equal weights."""
         stages = self._replica.pipeline.stages
         return stages if stages > 1 else len(self._stages) / len(self._own)
 
@@ -122,29 +133,35 @@ class StepRun:
         return [*self._exchange.peers, *([self._former] if self.moved_here else [])]
 
     def take_news(self) -> bool:
-        """True once, after ``tokens`` has become known."""
+        """Return True at the first call after ``tokens`` has become known, else False."""
         news, self._news = self._news, False
         return news
 
     @property
     def moved_here(self) -> bool:
-        """True if another replica or stage ran the slice before the next one: for slice 0, the last of the step before,
-        unless lanes rotate."""
+        """Whether another replica or stage ran the slice before the next one.
+
+        For slice 0, that is the last slice of the lane's last step, unless lanes rotate.
+        """
         return self._stages[self.index - 1] != self._replica.number
 
     @property
     def _former(self) -> str:
-        """The worker that ran the slice before the next one."""
         return self._replica.names[self._stages[self.index - 1]]
 
     def run(self, drawn: Mapping[int, int]) -> torch.Tensor | None:
-        """Run the next slice; logits [rows that draw, vocab] after the last one.
+        """Run the next slice; return logits [rows that draw, vocab] after the last slice.
 
-        ``drawn`` holds the tokens that the lane's step before drew, by sequence. Raises PeerLostError.
+        The first slice of a step that needs no peer may run together with all others.
+
+        ``drawn``: tokens that the lane's last step drew, by sequence. Raises PeerLostError.
         """
         index = self.index
         if index == 0:
             self._begin(self._receive_draws() if self._follows else drawn)
+            logits = self._run_whole()
+            if logits is not None:
+                return logits
             self._next += 1
             self._run_inner(0, None)
             return None
@@ -157,8 +174,19 @@ class StepRun:
             return None
         return self._run_last(attention)
 
+    def _run_whole(self) -> torch.Tensor | None:
+        """Run all slices at once, if the step can run so; returns logits [rows that draw, vocab]."""
+        if self._whole is None or self._table is None:
+            return None
+        begun = self._timeline.now()
+        logits = self._whole.run(self._rows, self._table)
+        if logits is None:
+            return None
+        self._timeline.record_span("slice", self.plan.lane, begun)
+        self._next, self.is_launched = len(self._own), True
+        return logits[: self._count]
+
     def _gather(self, index: int) -> torch.Tensor:
-        """Return the result of the attention before slice ``index``."""
         begun = self._timeline.now()
         spec, sinks = self._runner.attentions[index - 1], self._runner.sinks[index - 1]
         attention = self._exchange.gather(spec, self._chunks, sinks)
@@ -168,8 +196,8 @@ class StepRun:
     def _run_last(self, attention: torch.Tensor) -> torch.Tensor | None:
         self._exchange.return_slots()
         if not len(self._chosen):
-            # Otherwise the sum of the logits does the same: where a step ends on one rank, all have had their replies,
-            # so that memory workers have everything that the next step attends to, and nothing is still to come.
+            # A barrier: when a step ends on one rank, all ranks have received their replies, so that memory workers
+            # have stored all K and V. With logits, their all-reduce is the barrier.
             self._replica.sums.meet()
             return None
         begun = self._timeline.now()
@@ -198,7 +226,7 @@ class StepRun:
             self._send_context(self._replica.names[following], self.plan.turn + index + 1)
 
     def _begin(self, drawn: Mapping[int, int]) -> None:
-        # A sequence without a last draw had no finite logits: its request is ending, so that any token will do.
+        # A sequence without a last draw had no finite logits: its request is ending, and its token does not matter.
         tokens = [
             drawn.get(step.sequence, 0) if token == LAST_DRAWN else token
             for step in self.plan.sequences
@@ -211,7 +239,7 @@ class StepRun:
         self._rows.ids[: self._count] = ids
 
     def _send_context(self, peer: str, turn: int) -> None:
-        """Ids, partials of prompt chunks and context, for the worker that runs slice ``turn``."""
+        """Send ids, partials of prompt chunks and context to the worker that runs the next slice."""
         parts: list[Array] = [np.asarray(self.tokens, np.int64)]
         parts += [as_numpy(tensor) for tensor in self._chunks or ()]
         parts += [as_numpy(tensor) for tensor in self._context]
@@ -219,8 +247,10 @@ class StepRun:
         self._mail.channels[peer].begin(self.plan.lane, turn, nbytes).send_piece(parts)
 
     def finish_last_slice(self, draws: Sequence[Draw]) -> None:
-        """The last slice has run here, and these tokens were drawn: tell the first stage, if there are stages. It waits
-        for this before it begins the lane's next step, whose plan may have ``LAST_DRAWN`` for them."""
+        """Send the tokens drawn after the last slice to the first stage, if there are several stages.
+
+        The first stage waits for them before the lane's next step, whose plan may have ``LAST_DRAWN`` in their place.
+        """
         if self._replica.pipeline.stages == 1:
             return
         parts = [np.array([(draw.sequence, draw.token) for draw in draws], np.int64)] if draws else []
@@ -229,7 +259,6 @@ class StepRun:
         channel.send_message(self.plan.lane, turn, sum(part.nbytes for part in parts), parts)
 
     def _receive_draws(self) -> dict[int, int]:
-        """Return the tokens that the lane's step before drew, by sequence."""
         message = self._mail.pop_message(self.plan.lane, self._former)
         drawn: list[list[int]] = np.frombuffer(message.whole, np.int64).reshape(-1, 2).tolist()
         message.free()
@@ -252,14 +281,12 @@ class StepRun:
 
 
 class _Reader:
-    """Reads tensors that lie one after another in a message."""
-
     def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer
         self._offset = 0
 
     def copy_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a copy of the next tensor: the message's slot is freed before the step ends."""
+        """Return a copy of the next tensor, which outlives the message's slot."""
         count = math.prod(shape)
         tensor = torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=self._offset).reshape(shape).clone()
         self._offset += count * dtype.itemsize
@@ -267,7 +294,7 @@ class _Reader:
 
 
 def context_nbytes_per_token(attentions: tuple[AttentionSpec, ...], contexts: tuple[tuple[Crossing, ...], ...]) -> int:
-    """Largest number of bytes per row of a context message: id, partial of a prompt chunk, context."""
+    """Return the most bytes per row of a context message: id, partial of a prompt chunk, context."""
     return 8 + max(
         spec.query_heads * (spec.v_dim + 1) * 4 + sum(part.bytes_per_token for part in crossings)
         for spec, crossings in zip(attentions, contexts, strict=True)

@@ -1,8 +1,7 @@
-"""The compute worker: holds the weights and runs the slices. All it keeps between steps is what plans told it.
+"""The compute worker: holds the weights and runs the slices.
 
-One thread does everything. Of all lanes whose awaited messages have arrived, the one whose slice is due first
-(``Pipeline.tick``) runs next. While no slice can run, the worker answers the engine, takes in plans and prepares their
-steps, so that none of this delays a slice that could run.
+One thread runs, of all slices whose messages have arrived, the one that is due first (``Pipeline.tick``). While no
+slice can run, it reports completed steps to the engine, receives plans and prepares their steps.
 """
 
 import collections
@@ -31,6 +30,7 @@ from lamina.control.messages import (
     Connect,
     Connected,
     EndEpoch,
+    Step,
     StepDone,
     Working,
 )
@@ -64,7 +64,15 @@ WAITING_SLICE_S = 0.05  # how long a worker that waits for messages may leave th
 
 @dataclass
 class SequenceCopy:
-    """What it takes to draw the tokens of completion ``index``; ``generated`` are those it has run, in order."""
+    """State from which tokens of one completion are drawn.
+
+    Attributes:
+        admission: The request's admission.
+        sequence: Number of the sequence.
+        index: Index of the completion within its request.
+        generated: Generated tokens that steps have run, in order.
+        constraint: State of the completion's grammar, if it has one.
+    """
 
     admission: Admission
     sequence: int
@@ -87,7 +95,7 @@ class SequenceCopy:
         )
 
     def follow(self, grammars: Grammars, vocabulary: int) -> None:
-        """Bring the state of the grammar, if the sequence has one, to after its last token."""
+        """Advance the sequence's grammar, if it has one, to its last token."""
         wanted = self.admission.params.structured_outputs
         if wanted is None:
             return
@@ -98,17 +106,19 @@ class SequenceCopy:
 
 @dataclass
 class Lane:
-    """The steps of one lane that have not finished here, and what the first of them still waits for.
+    """The unfinished steps of one lane on this worker, with times of the first step.
 
     Attributes:
-        workspace: memory of the latest step, reused by the next one if it has as many rows; of no rows once the lane is
-            empty.
-        follows: it has had a step in this epoch.
-        since: when the lane began to wait for its next messages.
-        reported: when the engine was last told that the lane makes progress.
-        busy_s: in slices of the first step.
-        watched: how many slices this worker had run when it last found a message missing.
-        waited_s: time between slices of the first step, over the ``waits`` whose ends were seen.
+        number: Number of the lane.
+        workspace: Memory of the latest step, reused by a next step with as many rows; has no rows in an empty lane.
+        steps: Unfinished steps, oldest first.
+        follows: Whether the lane has had a step in this epoch.
+        since: When the lane began to wait for its next messages.
+        reported: When progress of the lane was last reported to the engine.
+        busy_s: Seconds in slices of the first step.
+        watched: Number of slices that this worker had run when it last found a message of the lane missing.
+        waited_s: Seconds that slices of the first step waited for messages, as far as measured.
+        waits: Number of waits in ``waited_s``.
     """
 
     number: int
@@ -144,9 +154,10 @@ class ComputeWorker(WorkerLoop):
         links: Links,
         connect: Connect,
     ) -> None:
-        """``sums``: over the ranks of the stage. ``memory``: the worker's own part of the memory pool.
+        """``sums``: all-reduce over the ranks of the stage. ``memory``: KV in the worker's own memory, if it has any.
 
-        All ranks of a stage run the same slices and draw the same tokens; the first one answers the engine."""
+        All ranks of a stage run the same slices and draw the same tokens; rank 0 reports to the engine.
+        """
         super().__init__(control, links, device, connect.epoch, setup.trace)
         names, count, lanes = tuple(connect.computes), setup.ranks, connect.pipeline.lanes
         number = names.index(control.name) // count
@@ -166,6 +177,9 @@ class ComputeWorker(WorkerLoop):
         self._lanes = [Lane(number) for number in range(lanes)]
         self._grammars = Grammars(lambda: load_tokenizer(control, setup), setup.eos_token_ids)
         self._memory = memory
+        self._whole = None if memory is None else runner.recorded_steps(memory.store.device)
+        if self._whole is not None:
+            self._whole.reserve(min(setup.sequences, setup.rows))
         self._overlap = setup.overlap
         self._rank = sums.rank
         self._shards = shards
@@ -177,11 +191,11 @@ class ComputeWorker(WorkerLoop):
         self._slices = 0  # run so far
 
     def _serve_once(self) -> None:
-        with contextlib.suppress(EpochEndingError):  # the message is unread
+        with contextlib.suppress(EpochEndingError):  # its message is in ``_unread``
             self._run_due_slice()
 
     def _run_due_slice(self) -> None:
-        """Run the slice that is due first, of those that can run; if none can, wait until one may."""
+        """Run the slice that is due first, of those that can run; if none can, do other work or wait for messages."""
         while self._unread:
             self._handle(self._unread.popleft())
         if not self._fence.open:
@@ -192,8 +206,8 @@ class ComputeWorker(WorkerLoop):
         if len(active) > 1:
             active.sort(key=lambda lane: lane.steps[0].tick)
         ready = self._first_ready(active)
-        if len(active) > 1 and ready is not active[0]:  # with one lane, the wait below looks for its messages as well
-            self._look(active if ready is None else active[: active.index(ready)])
+        if len(active) > 1 and ready is not active[0]:  # with one lane, ``_idle`` receives its messages
+            self._receive_arrived(active if ready is None else active[: active.index(ready)])
             ready = self._first_ready(active)
         if ready is None:
             self._idle(active)
@@ -202,26 +216,25 @@ class ComputeWorker(WorkerLoop):
         step = ready.steps[0]
         self._run_slice(ready)
         self._mail.flush()
-        if unsent:  # there was no pause to send it in: what was finished a slice ago must not wait longer
+        if unsent:  # reports wait for a pause, but for one slice at most
             self._answer()
-        while len(active) == 1 and self._goes_on(ready, step):
+        while len(active) == 1 and self._can_continue(ready, step):
             self._run_slice(ready)
             self._mail.flush()
 
-    def _goes_on(self, lane: Lane, step: StepRun) -> bool:
-        """True if the next slice of a lane's step waits for nobody, and nobody else for this worker."""
+    def _can_continue(self, lane: Lane, step: StepRun) -> bool:
+        """Return whether the next slice of ``step`` can run at once, and no epoch or member change is pending."""
         same = bool(lane.steps) and lane.steps[0] is step
         return same and self._can_run(lane) and self._fence.open and not self._newcomers.pending
 
     def _can_run(self, lane: Lane) -> bool:
-        """True if all messages for the next slice of a lane have arrived, and no other slice must run before it."""
+        """Return whether all messages for a lane's next slice have arrived, and rank 0 has announced the slice."""
         if self._mail.missing[lane.number]:
             return False
         return self._order is None or self._order.may_run(lane.number)
 
     def _end_epoch(self, message: EndEpoch) -> None:
-        """Drop every step, and forget every request: plans tell again of those that go on. KV stays as far as it is
-        complete."""
+        """Drop all steps and requests, and KV of incomplete steps; later plans admit continuing requests again."""
         topology = message.topology
         for lane in self._lanes:
             lane.drop_steps()
@@ -244,7 +257,7 @@ class ComputeWorker(WorkerLoop):
         peers = [member.name for member in topology.members if member.name != own]
         for member in topology.members:
             if member.role == "memory" and not self._links.has(member.name):
-                self._fence.miss(member.name)
+                self._fence.on_newcomer_lost(member.name)
         known = {*self._mail.channels, *topology.ranks_of(own)}
         new = [name for name in peers if name not in known and self._links.has(name)]
         joined = {name: self._links.channel(name) for name in new}
@@ -260,8 +273,10 @@ class ComputeWorker(WorkerLoop):
         if self._order is not None:
             self._order.on_slice(lane.number)
         logits = step.run(self._drawn)
-        self._remember(step)
+        self._append_history(step)
         last = step.index < 0
+        if step.is_launched:
+            self._take_in_next()
         drawing = self._timeline.now()
         done = self._draw(step.plan, logits) if last and step.ends_here else None
         if done is not None:
@@ -276,14 +291,23 @@ class ComputeWorker(WorkerLoop):
                 whole = lane.busy_s * step.shares
                 waited = lane.waited_s * attentions / max(lane.waits, 1)
                 done = msgspec.structs.replace(done, rows=len(step.tokens), busy_s=whole, waited_s=waited)
-                self._finish(done)
+                self._queue_answer(done)
             lane.steps.popleft()
             lane.busy_s, lane.waited_s, lane.waits = 0.0, 0.0, 0
         self._slices += 1
         self._await(lane)
 
+    def _take_in_next(self) -> None:
+        """Prepare the next step, if its plan has arrived, while the device runs all slices of this one."""
+        if self._unread or all(len(lane.steps) > 1 for lane in self._lanes):
+            return
+        message = self._control.poll()
+        if isinstance(message, Step):
+            self._handle(message)
+        elif message is not None:
+            self._unread.append(message)  # what ends an epoch has to wait until this step has ended
+
     def _report(self, lane: Lane, now: float) -> None:
-        """Tell the engine now and then that a lane with a long step makes progress."""
         if now - lane.reported >= REPORT_S:
             lane.reported = now
             self._control.send(Working([lane.steps[0].plan.lane]))
@@ -295,8 +319,7 @@ class ComputeWorker(WorkerLoop):
     def _first_ready(self, active: Sequence[Lane]) -> Lane | None:
         return next((lane for lane in active if self._can_run(lane)), None)
 
-    def _look(self, lanes: Sequence[Lane]) -> None:
-        """Take in the messages of these lanes that have arrived."""
+    def _receive_arrived(self, lanes: Sequence[Lane]) -> None:
         while peers := self._missing(lanes):
             try:
                 self._receive(peers, 0.0)
@@ -307,11 +330,10 @@ class ComputeWorker(WorkerLoop):
                 lane.watched = self._slices
 
     def _missing(self, lanes: Sequence[Lane]) -> dict[str, None]:
-        """Return the peers whose messages these lanes wait for, each once."""
         return {peer: None for lane in lanes for peer in self._mail.missing[lane.number]}
 
     def _receive(self, peers: Collection[str], timeout_s: float, besides: Sequence[Target] = ()) -> Lane | None:
-        """Wait for messages, or for one of ``besides``; returns the lane of the last message. Raises DeadlineError."""
+        """Wait for messages or a doorbell of ``besides``; return the lane of the last message. Raises DeadlineError."""
         received = self._mail.receive(self._wait, peers, timeout_s, besides)
         lanes = [self._lanes[number] for number in dict.fromkeys(received)]
         for lane in lanes:
@@ -320,13 +342,13 @@ class ComputeWorker(WorkerLoop):
         return lanes[-1] if lanes else None
 
     def _note_wait(self, lane: Lane) -> None:
-        """How long a slice waited whose last message has just arrived, if no slice ran when it did."""
+        """Measure how long a lane's slice waited for its last message, unless another slice ran meanwhile."""
         if lane.watched == self._slices and not lane.steps[0].moved_here:
             lane.waited_s += time.monotonic() - lane.since
             lane.waits += 1
 
-    def _finish(self, done: StepDone) -> None:
-        """Answer when there is a pause, unless another rank does."""
+    def _queue_answer(self, done: StepDone) -> None:
+        """Queue a report to the engine, if this is rank 0."""
         if self._rank.number == 0:
             self._done.append(done)
 
@@ -336,17 +358,17 @@ class ComputeWorker(WorkerLoop):
         self._done.clear()
 
     def _idle(self, active: list[Lane]) -> None:
-        """Send answers and read one control message; without one, wait for a message that a step needs."""
+        """Send reports and read one control message; without one, wait for a message that a slice needs."""
         self._answer()
         if self._memory is not None:
-            self._memory.usage.tell()
+            self._memory.usage.send_if_due()
         self._mail.flush()
         if any(len(lane.steps) < 2 for lane in self._lanes) and (message := self._control.poll()) is not None:
             self._handle(message)
             return
         announcements: Sequence[Target] = ()
         if self._order is not None and active:
-            if self._first_ready(active) is not None:  # it was announced just now
+            if self._first_ready(active) is not None:  # announced since the last check
                 return
             announcements = self._order.announcements
         peers = self._missing(active)
@@ -359,7 +381,7 @@ class ComputeWorker(WorkerLoop):
             lane = self._receive(peers, LINKING_SLICE_S if linking else WAITING_SLICE_S, announcements)
             if lane is not None:
                 self._timeline.record_span("wait", lane.number, begun)
-        except DeadlineError:  # the engine, which hears from every worker, ends a step that makes no progress
+        except DeadlineError:  # only the engine ends a step that makes no progress
             if peers and (message := self._control.poll()) is not None:
                 self._handle(message)
 
@@ -374,15 +396,15 @@ class ComputeWorker(WorkerLoop):
             self._sequences.pop(sequence, None)
             self._drawn.pop(sequence, None)
 
-    def _take_in(self, plan: StepPlan) -> None:
+    def _apply_plan(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
         check_placements(plan, self._shards)
         share = None if self._memory is None else self._memory.apply_plan(plan)
         for segment in (segment for switch in plan.switches for segment in switch.segments):
-            if segment.sequence in self._segments:  # else an admission tells of it, or it is a cached prefix
+            if segment.sequence in self._segments:  # else the plan admits the sequence, or it is a cached prefix
                 self._segments[segment.sequence] = moved(self._segments[segment.sequence], segment)
         for fork in plan.forks:
-            if fork.child in self._sequences:  # else an admission tells of both, or it is a cached prefix
+            if fork.child in self._sequences:  # else the plan admits the child, or it is a cached prefix
                 self._segments[fork.child] = forked(self._segments[fork.parent], fork.child, fork.tokens)
         self._forget(plan.released)
         for admission in plan.admitted:
@@ -395,7 +417,7 @@ class ComputeWorker(WorkerLoop):
         if not plan.sequences:
             self._lanes[plan.lane].workspace = Workspace(0)  # an empty lane needs no memory
             if self._replica.begins(plan):
-                self._finish(StepDone(plan.step, []))
+                self._queue_answer(StepDone(plan.step, []))
             return
         lane = self._lanes[plan.lane]
         rows = self._runner.padded(sum(len(step.tokens) for step in plan.sequences))
@@ -404,7 +426,7 @@ class ComputeWorker(WorkerLoop):
         )
         if lane.workspace.rows != rows:
             lane.workspace = Workspace(rows)
-        lane.steps.append(StepRun(plan, self._replica, exchange, self._mail, lane.workspace, lane.follows))
+        lane.steps.append(StepRun(plan, self._replica, exchange, self._mail, lane.workspace, lane.follows, self._whole))
         lane.follows = True
         if len(lane.steps) == 1:
             self._await(lane)
@@ -416,10 +438,10 @@ class ComputeWorker(WorkerLoop):
             self._segments[sequence] = placed.get(sequence) or for_sequence(sequence, admission.segments)
             self._sequences[sequence] = SequenceCopy(admission, sequence, index)
 
-    def _remember(self, step: StepRun) -> None:
-        """Add the generated tokens that the step has run to their sequences' histories, as every replica does.
+    def _append_history(self, step: StepRun) -> None:
+        """Add the generated tokens of a step to its sequences' histories, as every replica does.
 
-        A chunk of a sequence whose KV was dropped may hold tokens of the prompt before them, or tokens known already.
+        A chunk that recomputes dropped KV may also have prompt tokens, and generated tokens that are known already.
         """
         if not step.take_news():
             return
@@ -432,7 +454,7 @@ class ComputeWorker(WorkerLoop):
             row += count
 
     def _draw(self, plan: StepPlan, logits: torch.Tensor | None) -> StepDone:
-        """One token for every sequence that the step draws for; several may share a prompt's last row."""
+        """Draw one token for every sequence that the step draws for; several may share a prompt's last row."""
         if logits is None:
             return StepDone(plan.step, [])
         rows: list[Row] = []
@@ -487,7 +509,7 @@ def main(bootstrap: Bootstrap) -> None:
 
     def build_and_collect(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWorker:
         worker = build(control, resources)
-        gc.freeze()  # splitting a model leaves next to no garbage
+        gc.freeze()  # splitting a model leaves little garbage
         gc.enable()
         return worker
 

@@ -317,8 +317,9 @@ class EngineConfig:
     max_restarts: Annotated[
         int,
         Meaning(
-            "Most lost workers of a pool replaced in ten minutes. Also the most restarts of a server's "
-            "engine. Beyond that, lost workers are not replaced; the engine runs while each pool has a worker.",
+            "Most lost workers of a pool replaced in ten minutes; the ranks and stages of a copy of the weights are "
+            "replaced together and count as one. Also the most restarts of a server's engine. Beyond that, lost "
+            "workers are not replaced; the engine runs while each pool has a worker.",
             unit="workers",
             ge=0,
             group="Pools",
@@ -328,7 +329,8 @@ class EngineConfig:
         str | None,
         Meaning(
             "Grow and shrink pools with their load. Each pool has a smallest and a largest number of workers: "
-            "memory=1:4, or memory=1:4,compute=1:2. Default: pools keep their size.",
+            "memory=1:4, or memory=1:4,compute=1:2. With prefill=1:3, replicas change their role by slo_ttft_ms and "
+            "slo_tbt_ms. Default: pools keep their size.",
             group="Pools",
         ),
     ] = None

@@ -16,7 +16,7 @@ class Environment:
     """Values of the ``LAMINA_*`` variables.
 
     Attributes:
-        log_level: ``LAMINA_LOG_LEVEL``, the log level of all processes (default WARNING).
+        log_level: ``LAMINA_LOG_LEVEL``, the log level of all processes.
         rdma_device: ``LAMINA_RDMA_DEVICE``, the RDMA device and port to use, as ``mlx5_0`` or ``mlx5_0:1`` (default:
             ``transport.rdma.ports`` chooses one).
         admin_key: ``LAMINA_ADMIN_KEY``, the key that allows to scale a running server (default: nobody may).

@@ -1,4 +1,4 @@
-"""From one definition of each setting to its options, keywords, file and table. Knows no particular setting.
+"""Derives keyword arguments, help, checks and the reading of YAML files from a config's annotated fields.
 
 ``lamina --help`` imports this, so pydantic and PyYAML are imported only when a value is checked or a file is read.
 """
@@ -151,7 +151,7 @@ def _setting(field: "dataclasses.Field[Any]", annotated: Any) -> Setting:
 
 
 def plain_values(config: Any) -> dict[str, Any]:
-    """Return the settings of ``config``, a dataclass, as values that can be sent, from which it can be made again."""
+    """Return the settings of ``config``, a dataclass, by name, as values that msgspec can encode."""
     values = {setting.name: getattr(config, setting.name) for setting in settings(type(config))}
     return {
         name: value.value
@@ -215,9 +215,8 @@ def keywords_of(
 ) -> Callable[[Callable[[Self, Config], None]], Callable[Concatenate[Self, P], None]]:
     """Turn ``__init__(self, config)`` into one that takes the settings of ``config``, a dataclass, as arguments.
 
-    It raises ConfigError, with the nearest name, for an argument that is no setting.
-
-    Type checkers and editors see the parameters of the dataclass; ``__signature__`` and ``__doc__`` have them too.
+    Type checkers see these parameters, and ``__signature__`` and ``__doc__`` list them. An unknown argument raises
+    ConfigError with the nearest name.
     """
 
     def decorate(init: Callable[[Self, Config], None]) -> Callable[Concatenate[Self, P], None]:

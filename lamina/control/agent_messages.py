@@ -1,12 +1,12 @@
-"""What an engine and the agents that run its workers say to each other.
+"""Messages between an engine and the agents that run its workers.
 
 An agent starts, watches and ends worker processes on its machine. There are two kinds:
 
-* The supervisor of a server owns the processes of its engine, workers and frontends, and speaks with the engine over a
-  pipe. Its workers outlive the engine: another engine takes them over, from what the one before it had saved.
+* The supervisor of a server owns the processes of its engine, workers and frontends, and is connected to the engine by
+  a pipe. Workers outlive the engine: the next engine takes them over with the state that the last engine saved.
 * ``lamina worker`` and Ray's actors run one worker on another machine. Such an agent connects with a CURVE key of the
-  cluster, or with its own key that the engine has been told to trust, and applies. ZeroMQ delivers in order and
-  reconnects by itself. Each side gives up its part once the other has been silent for too long.
+  cluster, or with a key of its own that the engine trusts, and sends ``Apply``. ZeroMQ delivers in order and reconnects
+  by itself. Each side gives up once the other has been silent for too long.
 """
 
 from multiprocessing.connection import Connection
@@ -20,18 +20,18 @@ from lamina.core.topology import Role
 
 AGENT = "supervisor"  # the name under which agents' common key is derived from the cluster's secret
 BEAT_S = 1.0
-ORPHAN_S = 30.0  # after which an agent ends its worker: later than the engine has given it up (``liveness.LOST_S``)
-CUT_S = 5.0  # the same if its connection was closed: the engine's process has ended, or will be back in a moment
+ORPHAN_S = 30.0  # silence of the engine after which an agent ends its worker; longer than ``liveness.LOST_S``
+CUT_S = 5.0  # time without a connection after which an agent ends its worker
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
     """Engine to agent: start this worker.
 
     Attributes:
-        bootstrap: addresses in it are the engine's view of itself.
-        cores: CPU cores to run on, with the device in ``bootstrap``. Empty: the agent chooses both: the cores of all
-            workers of that role so far, and a device of ``kind``, such as that of a worker that was killed.
-        shared_cores: workers of the other pool run on these cores too.
+        bootstrap: the worker's bootstrap, with the addresses by which the engine knows itself.
+        cores: CPU cores to run on, beside the device in ``bootstrap``. Empty: the agent chooses the cores of the
+            workers of this role, and a free device of ``kind``.
+        shared_cores: True if workers of the other pool run on these cores too.
     """
 
     role: Role
@@ -50,7 +50,7 @@ class End(msgspec.Struct, tag=True, frozen=True):
     """Engine to agent: kill these workers, after ``grace_s`` in which they may exit by themselves.
 
     Attributes:
-        reason: for those who have started the agent.
+        reason: what the agent tells the person who started it.
     """
 
     workers: list[str]
@@ -69,10 +69,10 @@ class Apply(msgspec.Struct, tag=True, frozen=True):
     """Agent of another machine to engine: a worker can run here.
 
     Attributes:
-        version: of lamina.
-        host: see ``transport.shm``.
-        machine: its name for people.
-        name: of the worker that it was started for; empty: any.
+        version: version of lamina.
+        host: identifies the machine, as ``transport.shm.host`` does.
+        machine: name of the machine, for people.
+        name: the worker that the agent was started for; empty: any.
     """
 
     version: str
@@ -84,7 +84,7 @@ class Apply(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """Engine to agent of another machine: no worker of yours is wanted."""
+    """Engine to agent of another machine: no worker is wanted from it."""
 
     reason: str
 
@@ -96,7 +96,7 @@ class Started(msgspec.Struct, tag=True, frozen=True):
 
 
 class Leaving(msgspec.Struct, tag=True, frozen=True):
-    """Agent of another machine to engine: somebody wants the worker to leave, as SIGTERM says."""
+    """Agent of another machine to engine: the agent got SIGTERM, and its worker shall leave."""
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
@@ -104,23 +104,23 @@ class Ping(msgspec.Struct, tag=True, frozen=True):
 
 
 class Pong(msgspec.Struct, tag=True, frozen=True):
-    """Agent of another machine to engine: it is there."""
+    """Agent of another machine to engine: the answer to ``Ping``."""
 
 
 class EngineBootstrap(msgspec.Struct, tag=True, frozen=True):
     """Supervisor to engine, its first message.
 
     Attributes:
-        settings: of ``EngineConfig``.
-        secret: of the cluster.
+        settings: settings of ``EngineConfig``, as plain values.
+        secret: the cluster's secret.
         listener: descriptor of the control plane's socket.
-        folder: for sockets that frontends connect to.
+        folder: folder for the sockets that frontends connect to.
         supervisor_pid: the process that workers and frontends end with.
-        incarnation: of the engine.
-        saved: by the latest engine; None: there are no workers.
-        frontends: names of those that run.
-        workers: names of those that run.
-        exited: workers that have, with the reasons.
+        incarnation: number of this engine, counted over restarts.
+        saved: state saved by the last engine; None: there are no workers.
+        frontends: names of the frontends that run.
+        workers: names of the workers that run.
+        exited: workers that have exited, with the reasons.
     """
 
     settings: dict[str, Any]
@@ -161,8 +161,8 @@ class Serving(msgspec.Struct, tag=True, frozen=True):
     """Engine to supervisor: frontends may submit requests.
 
     Attributes:
-        frontend: the bootstrap of each, but for its name.
-        summary: of the cluster, for people.
+        frontend: the bootstrap of every frontend, without its name.
+        summary: description of the cluster, for people.
     """
 
     frontend: FrontendBootstrap
@@ -181,10 +181,10 @@ class FrontendLost(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineStopped(msgspec.Struct, tag=True, frozen=True):
-    """Engine to supervisor: it could not start, or has stopped by itself, and is not to be started again.
+    """Engine to supervisor: the engine could not start, or has stopped, and must not be restarted.
 
     Attributes:
-        kind: of the error.
+        kind: class name of the error.
     """
 
     kind: str

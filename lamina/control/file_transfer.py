@@ -1,8 +1,7 @@
-"""Sends a model's files from the engine's machine to workers of machines that do not have them.
+"""Sends a model's files from the engine's machine to workers on machines that do not have them.
 
-The engine serves them on a port of its own, in a thread of its own, to those that have a key of its control plane:
-messages are encrypted and authenticated by the same keys (CURVE). A worker asks for pieces of files by number and
-offset, several ahead, and gets them in the order of its requests.
+The engine serves the files in a thread, on a separate port, with the CURVE keys of the control plane. A worker requests
+pieces by file number and offset, several ahead, and gets them in the order of its requests.
 """
 
 import contextlib
@@ -22,12 +21,12 @@ from lamina.transport.listener import Refusals
 log = logging.getLogger(__name__)
 
 PIECE_NBYTES = 1 << 20
-AHEAD = 16  # pieces asked for and not here yet
+AHEAD = 16  # pieces that a worker requests before it has received the first of them
 SILENCE_S = 30.0
 TURN_S = 0.5
 
 OnFetched = Callable[[int, int], None]
-"""Called with the bytes fetched so far, and all of them."""
+"""Called with the bytes fetched so far and the total."""
 
 
 class ModelFile(msgspec.Struct, array_like=True, frozen=True):
@@ -41,7 +40,7 @@ class FileSource(msgspec.Struct, frozen=True):
     """A model's files, which can be fetched from a port of the engine's machine.
 
     Attributes:
-        digest: see ``models.directory``.
+        digest: digest of the checkpoint, by ``models.directory``.
     """
 
     port: int
@@ -50,31 +49,31 @@ class FileSource(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
         return sum(file.nbytes for file in self.files)
 
 
 class Read(msgspec.Struct, array_like=True, frozen=True):
-    """Worker to engine: ``PIECE_NBYTES`` of a file from this offset, or what is left of it. Answered by this message
-    and the bytes."""
+    """Worker to engine: send at most ``PIECE_NBYTES`` of a file from this offset. The answer is this message and the
+    bytes."""
 
     file: int
     offset: int
 
 
 class FileServer:
-    """Serves ``paths`` in a thread of its own until ``close``.
+    """Serves ``paths`` in a thread until ``close``. Raises OSError, zmq.ZMQError.
+
+    Args:
+        context: the control plane's, whose authenticator decides who may connect.
+        keys: CURVE keys, public and secret.
 
     Attributes:
-        port: where it listens.
-
-    ``context``: of a server whose authenticator decides who may connect. Raises OSError, zmq.ZMQError.
+        port: where the server listens.
     """
 
     def __init__(
         self, context: "zmq.Context[Any]", keys: tuple[bytes, bytes], host: str, paths: Sequence[Path]
     ) -> None:
-        """``keys``: CURVE, public and secret."""
         self._refusals = Refusals("the port for model files")
         self._over = threading.Event()
         with contextlib.ExitStack() as opened:
@@ -115,7 +114,7 @@ class FileServer:
 def fetch(socket: "zmq.Socket[bytes]", source: FileSource, folder: Path, on_fetched: OnFetched) -> None:
     """Fetch all files of ``source`` into ``folder``, over a socket that is connected to its server.
 
-    A file appears under its name once it is complete and on the disk; those that are there already are kept.
+    A file gets its name once it is complete and on the disk. Files that exist already are not fetched.
 
     Raises TransportError if the server does not answer, ModelError if a file has changed, OSError.
     """

@@ -1,10 +1,10 @@
-"""What the engine and its frontends say to each other: requests one way, token ids the other.
+"""Messages between the engine and its frontends: requests one way, token ids the other.
 
-A frontend speaks HTTP, tokenises, detokenises and applies stop strings; the engine deals in token ids only. It answers
-once a turn, with one message per frontend that has everything new of all its requests.
+A frontend serves HTTP, tokenises, detokenises and applies stop strings; the engine deals in token ids only. Once a
+turn, it sends each frontend one message with the new tokens of all its requests.
 
-An engine that is started again welcomes the frontends that it finds, and each sends it the requests that have not
-ended, with what they have drawn. What a frontend had sent before counts for nothing.
+A restarted engine sends ``Welcome`` to the running frontends. Each answers with ``Resume``: its requests that have not
+ended, with the tokens drawn so far. The engine ignores what a frontend sent before ``Resume``.
 """
 
 import array
@@ -14,18 +14,18 @@ import msgspec
 
 from lamina.core.types import ChatSettings, Client, FinishReason, SamplingParams
 
-READY, ALIVE = b"!", b"."  # what a frontend says to the supervisor, in a pipe
+READY, ALIVE = b"!", b"."  # what a frontend writes into its pipe to the supervisor
 ALIVE_S = 1.0
-ENGINE_STOPPED = 3  # exit status of a frontend that the engine has told that it stops for good
+ENGINE_STOPPED = 3  # exit status of a frontend after ``Stopped``
 
 
 class CompletionTokens(msgspec.Struct, array_like=True, gc=False):
     """New tokens of one completion.
 
     Attributes:
-        logprobs: packed, one entry per token; empty if not requested.
-        finish_reason: if the last of the tokens, or the end of the request, ends the completion.
-        stop_token: the stop token that ended it.
+        logprobs: packed logprobs (``control.packed_logprobs``), one entry per token; empty if not requested.
+        finish_reason: why the completion ends; None: it continues.
+        stop_token: the stop token that ended the completion.
     """
 
     index: int
@@ -39,12 +39,13 @@ class FrontendBootstrap(msgspec.Struct, frozen=True):
     """What a frontend process reads from its standard input.
 
     Attributes:
-        name: of this process; one that takes the place of another has a new name.
-        requests, answers: addresses of the engine's sockets.
+        name: name of this process, never used again for another.
+        requests: address of the engine's socket for requests.
+        answers: address of the engine's socket for answers.
         supervisor_pid: the process to end with.
-        sampling_defaults: parameters of requests that give none.
-        chat: what the settings say about chats.
-        seed: from which those of requests without one are drawn.
+        sampling_defaults: values of sampling parameters that a request leaves out.
+        chat: settings of chats.
+        seed: seed from which the seeds of requests without one are drawn.
         server: settings of ``ServerConfig``, as plain values.
     """
 
@@ -63,11 +64,11 @@ class FrontendBootstrap(msgspec.Struct, frozen=True):
 
 
 class FrontendHello(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to engine, again and again until ``Welcome`` comes: it is connected."""
+    """Frontend to engine, repeated until ``Welcome`` arrives: the frontend is connected."""
 
 
 class Resumed(msgspec.Struct, array_like=True, frozen=True):
-    """A request that an earlier engine had, or may have had.
+    """A request that was sent to an earlier engine and has not ended.
 
     Attributes:
         drawn: packed tokens of each completion that has not ended.
@@ -82,10 +83,10 @@ class Resumed(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to engine, the answer to ``Welcome``: it begins with these requests, and what it sent before is void.
+    """Frontend to engine, the answer to ``Welcome``: the frontend's requests. The engine ignores all that came before.
 
     Attributes:
-        incarnation: of the engine that this is for.
+        incarnation: incarnation of the engine that the message is for.
     """
 
     incarnation: int
@@ -96,9 +97,9 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     """Frontend to engine: queue all of these requests or none. The answer is ``Submitted``.
 
     Attributes:
-        first: the frontend's number for the first; the others follow.
-        params: of all, or one for each.
-        seeds: of requests without one in their parameters.
+        first: the frontend's number of the first request; the others have the next numbers.
+        params: one for all requests, or one for each.
+        seeds: seeds for the requests whose parameters give none.
     """
 
     first: int
@@ -122,31 +123,37 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class GetStats(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to engine: send ``StatsOf``, with this number."""
+    """Frontend to engine: send statistics, with this number."""
+
+    number: int
+
+
+class GetTimeline(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to engine: send ``TimelineOf``, with this number."""
 
     number: int
 
 
 class Scale(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to engine: let workers join, or leave where a number is negative; see ``Runtime.scale``. The answer is
-    ``Scaled``."""
+    """Frontend to engine: add workers, or remove them where a number is negative. The answer is ``Scaled``."""
 
     number: int
     compute: int | str
     memory: int | str
+    prefill: int | str = 0
 
 
-FromFrontend = FrontendHello | Resume | Submit | Finish | Abort | GetStats | Scale
+FromFrontend = FrontendHello | Resume | Submit | Finish | Abort | GetStats | GetTimeline | Scale
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """Engine to frontend: its answers arrive. ``incarnation``: of the engine. Answered by ``Resume``."""
+    """Engine to frontend, the answer to ``FrontendHello``: send ``Resume`` for this ``incarnation`` of the engine."""
 
     incarnation: int = 0
 
 
 class Submitted(msgspec.Struct, tag=True, frozen=True):
-    """Engine to frontend: the requests from number ``first`` on are queued, or were refused with this error."""
+    """Engine to frontend: the requests from number ``first`` on are queued, or were rejected with this error."""
 
     first: int
     error: str = ""
@@ -154,7 +161,7 @@ class Submitted(msgspec.Struct, tag=True, frozen=True):
 
 
 class Scaled(msgspec.Struct, tag=True, frozen=True):
-    """Engine to frontend: these workers have joined or left, or one has not, with this error."""
+    """Engine to frontend: these workers have joined or left, or ``Scale`` has failed with this error."""
 
     number: int
     workers: list[str] = []
@@ -163,7 +170,7 @@ class Scaled(msgspec.Struct, tag=True, frozen=True):
 
 
 class RequestTokens(msgspec.Struct, array_like=True, gc=False):
-    """What is new of one request. ``cached_tokens`` of its prompt were found in the prefix cache."""
+    """New tokens of one request. ``cached_tokens`` of its prompt were found in the prefix cache."""
 
     request: int
     completions: list[CompletionTokens]
@@ -173,23 +180,21 @@ class RequestTokens(msgspec.Struct, array_like=True, gc=False):
 
 
 class AnswerBatch(msgspec.Struct, tag=True):
-    """Engine to frontend: what one turn has brought."""
+    """Engine to frontend: the new tokens of one turn."""
 
     news: list[RequestTokens]
 
 
 class Stopped(msgspec.Struct, tag=True, frozen=True):
-    """Engine to frontend: the engine has stopped, and none will take its place."""
+    """Engine to frontend: the engine has stopped, and is not restarted."""
 
     reason: str
 
 
-def packed(tokens: Sequence[int]) -> bytes:
-    """Return a prompt on the wire: int32, copied rather than decoded number by number. Raises OverflowError beyond
-    int32."""
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Return token ids as int32 bytes. Raises OverflowError for an id beyond int32."""
     return array.array("i", tokens).tobytes()
 
 
-def unpacked(prompt: bytes) -> list[int]:
-    """Return the token ids of a packed prompt."""
+def unpack_tokens(prompt: bytes) -> list[int]:
     return array.array("i", prompt).tolist()

@@ -1,31 +1,29 @@
-"""Which workers respond, and how often a lost one may be started again. Pure but for pings."""
+"""Which workers have been silent for too long, and when a lost worker may be replaced. Pure."""
 
 import collections
 
 PING_S = 1.0
-SUSPECT_S = 4.0  # without an answer for this long, a worker is reported
-LOST_S = 13.0  # and after this long it is considered lost
+SUSPECT_S = 4.0  # silence after which a worker is reported
+LOST_S = 13.0  # silence after which a worker counts as lost
 MAX_TURN_S = 1.0
 
 
 class Liveness:
-    """How long each worker has been silent, in seconds of a clock that stops while the engine does.
+    """Measures how long each worker has been silent.
 
     Attributes:
-        awake_s: that clock. Each turn advances it by ``MAX_TURN_S`` at most: while the engine's own process is stopped
-            (Ctrl-Z) or starved, answers lie unread in its sockets, and that time must not count against the workers.
+        awake_s: the clock, in seconds. Each turn advances it by at most ``MAX_TURN_S``: while the engine's own process
+            is stopped (Ctrl-Z) or starved, answers lie unread in its sockets, and must not count as silence.
     """
 
     def __init__(self, now: float) -> None:
         self.awake_s = 0.0
         self._turned = now
         self._pinged = float("-inf")
-        # When, by awake_s, the longest silent first: looking at these alone does not cost more with more workers. A
-        # worker is watched once it has been heard.
-        self._heard: dict[str, float] = {}
+        self._heard: dict[str, float] = {}  # by worker: when its last message arrived, the longest silent first
 
     def turn(self, now: float) -> bool:
-        """Begin a turn at ``now`` of a monotonic clock; True if pings are to be sent."""
+        """Begin a turn at ``now``, in seconds of a monotonic clock. Return True if pings must be sent."""
         self.awake_s += min(now - self._turned, MAX_TURN_S)
         self._turned = now
         due = self.awake_s >= self._pinged + PING_S
@@ -33,25 +31,24 @@ class Liveness:
             self._pinged = self.awake_s
         return due
 
-    def heard(self, worker: str) -> None:
-        """A message from ``worker`` arrived in this turn."""
+    def on_message(self, worker: str) -> None:
+        """Record that a message from ``worker`` arrived in this turn. From then on, the worker is watched."""
         self._heard.pop(worker, None)
         self._heard[worker] = self.awake_s
 
     def unwatch(self, worker: str) -> None:
-        """Watch a worker no more."""
         self._heard.pop(worker, None)
 
     def is_quiet(self, worker: str) -> bool:
-        """True if nothing has come from ``worker`` for ``PING_S``, so that a ping would tell something."""
+        """True if ``worker`` has been silent for ``PING_S``, so that it needs a ping."""
         return self.awake_s - self._heard.get(worker, float("-inf")) >= PING_S
 
     def suspects(self) -> dict[str, float]:
-        """Seconds of silence of the workers that have been silent for ``SUSPECT_S``."""
+        """Return the seconds of silence of each worker that has been silent for ``SUSPECT_S``."""
         return self._silent(SUSPECT_S)
 
     def lost(self) -> dict[str, float]:
-        """Seconds of silence of the workers that have been silent for ``LOST_S``."""
+        """Return the seconds of silence of each worker that has been silent for ``LOST_S``."""
         return self._silent(LOST_S)
 
     def _silent(self, limit_s: float) -> dict[str, float]:
@@ -69,15 +66,15 @@ MOST_WAIT_S = 60.0
 
 
 class Restarts:
-    """Replacements of the workers of one pool: at most ``most`` within ``WINDOW_S``, the first at once and the others
-    after waits that double."""
+    """Limits how often workers of one pool are replaced: at most ``most`` times within ``WINDOW_S``, the first time at
+    once, then after waits that double."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._starts: collections.deque[float] = collections.deque()
 
     def next(self, now: float) -> float | None:
-        """When to start the next replacement, which is counted; None if it is one too many."""
+        """Count a replacement and return when to start it; None if there have been too many."""
         while self._starts and now - self._starts[0] >= WINDOW_S:
             self._starts.popleft()
         before = len(self._starts)

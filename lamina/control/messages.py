@@ -1,4 +1,4 @@
-"""Messages of the control plane, encoded with msgspec's MessagePack. Small, and sent once a step at most."""
+"""Messages between the engine and its workers, encoded as MessagePack; at most one per worker and step."""
 
 import msgspec
 
@@ -26,18 +26,18 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         rows: most rows of a step.
-        overlap: how steps are sent to memory workers.
-        head_workers: most memory workers that share the heads of a sequence (``HeadShards.over``).
-        local: a MemorySetup follows once the model is loaded, for a slab in the worker's own memory.
-        source: of the model's files, for machines that do not have them under this path.
+        overlap: how q, k and v are sent to memory workers.
+        head_workers: most memory workers that share the heads of a sequence.
+        local: True if a MemorySetup follows once the model is loaded, for a slab in the worker's own memory.
+        source: server of the model's files, for a machine that does not have them at ``model``.
         rank: which of ``ranks`` parts of every slice to load.
         sequences: most sequences that draw a token in a step.
-        meeting: a path in a folder of the engine's machine by which the ranks of a replica on GPUs join. The folder is
-            removed once they have loaded the model.
+        meeting: file of the engine's machine by which the ranks of a replica on GPUs find each other (torch's
+            ``FileStore``).
         stage: which of ``stages`` parts of the slices to load.
-        quantization: of the weights of linear layers.
-        activation_dtype: of what linear layers multiply by weights held as codes.
-        gpu_share: the part of a GPU's memory that all its processes together may use.
+        quantization: type to which the weights of linear layers are quantised.
+        activation_dtype: element type of the inputs of linear layers whose weights are held as codes.
+        gpu_share: share of a GPU's memory that all its processes together may use.
     """
 
     model: str
@@ -64,18 +64,18 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
 
 
 class MemorySetup(msgspec.Struct, tag=True, frozen=True):
-    """Engine to memory worker, or to a compute worker with local memory: make a slab for these attentions.
+    """Engine to memory worker, or to a compute worker with local memory: allocate a slab for these attentions.
 
     Attributes:
-        dtype: the model's element type, which messages have.
-        capacity: of the slab, in tokens.
-        kv_cache_dtype: what the slab holds.
+        dtype: the model's element type, that of k, v and q in messages.
+        capacity: tokens of the slab.
+        kv_cache_dtype: element type of the slab.
         head_shards: parts into which the heads of every attention are cut (``lamina.core.heads``).
-        overcommit: the slab and a file in ``spill_dir`` together hold so many times the tokens of the slab.
-        ranks: of a replica, which share the head shards.
-        forgets: layers with a window keep no tokens that it has left.
-        polling: who waits for messages.
-        gpu_share: as in ComputeSetup.
+        overcommit: KV in slab and ``spill_dir`` together, as a multiple of the KV in the slab.
+        ranks: ranks of a replica, which share the head shards.
+        forgets: True if layers with a sliding window drop the KV of tokens that have left the window.
+        polling: who polls for messages, the device or the host.
+        gpu_share: share of a GPU's memory that all its processes together may use.
     """
 
     attentions: list[AttentionSpec]
@@ -96,14 +96,14 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
 
 class Reserve(msgspec.Struct, tag=True, frozen=True):
     """Engine to worker, before MemorySetup: allocate the device memory that steps need beside the slab, and compile
-    kernels. Free memory is asked for afterwards.
+    kernels. The engine inspects free memory afterwards, and derives the slab's capacity from it.
 
     Attributes:
-        setup: the MemorySetup that follows, with the largest capacity that it may have.
+        setup: the MemorySetup that follows, with the largest possible capacity.
         rows: most rows of a step.
         sequences: most sequences of a step.
-        steps: most steps that are planned at once, of all lanes.
-        slot_rows: rows that a slot holds.
+        steps: most steps in flight, over all lanes.
+        slot_rows: rows that a message slot holds.
     """
 
     setup: MemorySetup
@@ -115,12 +115,12 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: make this arena and let peers connect by these transports; answered by Registered.
+    """Engine to worker: allocate this arena and let peers connect by these transports; answered by Registered.
 
     Attributes:
-        spin_s: seconds for which waits busy-wait before they sleep, if all links use one transport.
-        tls: only transports that are encrypted or stay on one machine may be used.
-        open: later workers may link by a transport that no link uses yet.
+        spin_s: seconds for which waits spin before they sleep, if all links use one transport.
+        tls: True if data that leaves a machine must be encrypted.
+        open: True if workers that join later may use a transport that no link uses yet.
     """
 
     arena: ArenaPlan
@@ -135,8 +135,8 @@ class Grant(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         slots: bytes of a slot, by peer.
-        inboxes: peers whose devices may be able to write into an inbox here.
-        inbox_keys: peers whose NICs may be able to.
+        inboxes: peers whose devices may write into memory of this worker's device.
+        inbox_keys: peers whose NICs may write into memory of this worker's device.
     """
 
     slots: dict[str, int]
@@ -145,11 +145,7 @@ class Grant(msgspec.Struct, tag=True, frozen=True):
 
 
 class LinkWay(msgspec.Struct, array_like=True, frozen=True):
-    """How a worker reaches a peer.
-
-    Attributes:
-        lease: the part of the peer's arena that the worker may write into.
-    """
+    """How a worker reaches a peer. ``lease``: the part of the peer's arena that the worker may write into."""
 
     transport: Transport
     descriptor: bytes
@@ -160,8 +156,8 @@ class Link(msgspec.Struct, tag=True, frozen=True):
     """Engine to worker: connect to these peers and prove that data arrives; answered by Linked.
 
     Attributes:
-        round: counts up from 1. Pairs that could not prove a link are linked again in the next round.
-        workers: that take part in this round.
+        round: number of the round, from 1. Pairs whose link failed are linked again in the next round.
+        workers: number of workers that take part in this round.
     """
 
     round: int
@@ -173,9 +169,8 @@ class Connect(msgspec.Struct, tag=True, frozen=True):
     """Engine to worker: all links are up; answered by Connected.
 
     Attributes:
-        computes: all compute workers; the number of one is its index.
-        memories: all memory workers; the number of one is its index.
-        epoch: the current one.
+        computes: all compute workers, by number.
+        memories: all memory workers, by number.
     """
 
     computes: list[str]
@@ -188,7 +183,7 @@ class Step(msgspec.Struct, tag=True, frozen=True):
     """Engine to worker: run this plan, or the part of it that concerns the worker.
 
     Attributes:
-        epoch: of the plan. A worker that is in a later epoch ignores it.
+        epoch: epoch of the plan. A worker in a later epoch ignores the plan.
     """
 
     plan: StepPlan
@@ -196,10 +191,10 @@ class Step(msgspec.Struct, tag=True, frozen=True):
 
 
 class EndEpoch(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: workers were lost; drop every step in flight and be ready for the epoch of ``topology``.
+    """Engine to worker: workers were lost; drop every step in flight and begin the epoch of ``topology``.
 
-    Answered by EpochEnded. All plans sent before it have been applied. A compute worker also forgets what it knows of
-    requests: plans tell it again what it needs.
+    Answered by EpochEnded. The worker has applied all plans sent earlier. A compute worker also forgets all requests:
+    later plans admit them again.
 
     Attributes:
         kept: tokens of KV to keep of each sequence that the worker holds. It forgets all other KV.
@@ -210,10 +205,10 @@ class EndEpoch(msgspec.Struct, tag=True, frozen=True):
 
 
 class Change(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: these are the members from now on, and the epoch goes on; answered by Changed.
+    """Engine to worker: the members have changed within the epoch; answered by Changed.
 
-    New members are linked already. Those that are not named any more do nothing, but may still run: the worker ends its
-    links to them, and keeps their leases until ``Forget``. Replicas only change while no step is in flight.
+    New members are linked already. Members that left have no work, but their processes may still run: the worker ends
+    its links to them, and keeps their leases until ``Forget``. Replicas only change while no step is in flight.
     """
 
     number: int
@@ -221,15 +216,19 @@ class Change(msgspec.Struct, tag=True, frozen=True):
 
 
 class Forget(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: the processes of these have ended; end links to them, if any, and their leases."""
+    """Engine to worker: the processes of these workers have ended; end links to them, if any, and their leases."""
 
     workers: list[str]
 
 
 class Release(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: forget these sequences, which no plan for this worker has released."""
+    """Engine to worker: forget these sequences, outside of any plan."""
 
     sequences: list[int]
+
+
+class Observe(msgspec.Struct, tag=True, frozen=True):
+    """Engine to worker: somebody watches; answered by Observed, with what was recorded since the Observe before."""
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
@@ -240,11 +239,11 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     """Worker to engine: started.
 
     Attributes:
-        host: see ``transport.shm``.
-        machine: its name for people.
-        version: of lamina.
+        host: identifies the machine, as ``transport.shm.host`` does.
+        machine: name of the machine, for people.
+        version: version of lamina.
         cores: the numbers of the CPU cores that the worker may use.
-        rdma: the machine has an RDMA device.
+        rdma: True if the machine has an RDMA device.
     """
 
     host: str
@@ -255,23 +254,25 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Inspect(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker, any time: what is free on your machine, and what time is it there? Answered by Resources.
+    """Engine to worker, any time: report free memory and the clock. Answered by Resources.
 
-    ``sent_ns``: by the engine's monotonic clock.
+    Attributes:
+        sent_ns: time by the engine's monotonic clock.
     """
 
     sent_ns: int = 0
 
 
 class Resources(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: at ``now_ns`` of its monotonic clock.
+    """Worker to engine: resources at ``now_ns`` of the worker's monotonic clock.
 
     Attributes:
-        sent_ns: as in Inspect.
-        free_bytes: that the worker may allocate.
-        machine_bytes: that all processes of its machine together may.
-        gpu_bytes, gpu_total: free on its GPU, and all of it; 0: it has none.
-        forgets: its slab can, see MemorySetup.
+        sent_ns: copied from Inspect.
+        free_bytes: bytes that the worker may allocate.
+        machine_bytes: bytes that all processes of the machine together may allocate.
+        gpu_bytes: free bytes of the worker's GPU; 0 without a GPU.
+        gpu_total: all bytes of the worker's GPU; 0 without a GPU.
+        forgets: True if the worker's slab can drop tokens behind a sliding window.
     """
 
     sent_ns: int
@@ -296,10 +297,10 @@ class ModelLoaded(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         vocabulary: rows of the embedding.
-        context_nbytes: of the largest message from one replica or stage to the next.
-        digest: of the checkpoint, see ``models.directory``.
+        context_nbytes: bytes of the largest message from one replica or stage to the next.
+        digest: digest of the checkpoint, by ``models.directory``.
         starts: the first slice of each stage.
-        weights: how they are held, in words; empty: all have ``dtype``.
+        weights: how weights are stored, in words; empty: all have ``dtype``.
     """
 
     attentions: list[AttentionSpec]
@@ -323,11 +324,7 @@ class Registered(msgspec.Struct, tag=True, frozen=True):
 
 
 class Granted(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: the leases, by peer.
-
-    Attributes:
-        obstacle: why there are none.
-    """
+    """Worker to engine: the leases, by peer. ``obstacle``: why there are no leases; empty if there are."""
 
     leases: dict[str, Lease]
     obstacle: str = ""
@@ -348,11 +345,7 @@ class Connected(msgspec.Struct, tag=True, frozen=True):
 
 
 class Draw(msgspec.Struct, array_like=True, frozen=True):
-    """The token drawn for one sequence.
-
-    Attributes:
-        logprobs: packed by ``control.logprobs``; empty if none are wanted.
-    """
+    """The token drawn for one sequence. ``logprobs``: packed by ``packed_logprobs``; empty if none are wanted."""
 
     sequence: int
     token: int
@@ -365,10 +358,10 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         draws: one for each sequence named in ``draws`` of the plan.
         undrawable: sequences without a draw because their logits are not finite, as ``error`` says.
-        rows: that went through the slices.
-        busy_s: time that the slices took in all.
-        waited_s: time that slices waited for attention in all, estimated from those where this worker ran the slice
-            before and was idle when the attention arrived; 0 without any.
+        rows: rows that went through the slices.
+        busy_s: total time of the slices.
+        waited_s: total time that slices waited for attention; 0 if unknown. Estimated from the slices whose
+            predecessor this worker ran, and at which it was idle when the attention arrived.
     """
 
     step: int
@@ -385,13 +378,17 @@ class SlabUsage(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         used: slots in use.
-        sequences: that it holds KV of.
+        sequences: number of sequences with KV in the slab.
         busy_s: time spent on attention so far.
+        parked: messages that have waited for the watermark of a sequence so far.
+        parked_nbytes: bytes in them.
     """
 
     used: int
     sequences: int
     busy_s: float = 0.0
+    parked: int = 0
+    parked_nbytes: int = 0
 
 
 USAGE_S = 0.5  # between two SlabUsage of one worker
@@ -399,13 +396,13 @@ REPORT_S = 1.0  # least time between two Working of one worker
 
 
 class Working(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine, now and then during long steps: it makes progress with these lanes."""
+    """Worker to engine, at most every ``REPORT_S`` during long steps: these lanes make progress."""
 
     lanes: list[int]
 
 
 class Migrated(msgspec.Struct, tag=True, frozen=True):
-    """Memory worker to engine: everything that migration ``number`` brings has arrived."""
+    """Memory worker to engine: all KV of migration ``number`` has arrived."""
 
     number: int
 
@@ -415,7 +412,7 @@ class Stored(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         complete: False if some blocks were not copied, because the disk failed or the sequence was released.
-        error: of its disk.
+        error: the disk's error; empty if there was none.
     """
 
     number: int
@@ -424,10 +421,11 @@ class Stored(msgspec.Struct, tag=True, frozen=True):
 
 
 class EpochEnded(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: it has dropped the steps of all epochs before ``epoch`` and sends nothing of them any more.
+    """Worker to engine: it has dropped the steps of all epochs before ``epoch``, and sends no more of their messages.
 
     Attributes:
-        missing: peers whose messages of an earlier epoch may still arrive. EpochEnded is sent again without any.
+        missing: peers whose messages of an earlier epoch may still arrive. Once there are none, EpochEnded is sent
+            again.
     """
 
     epoch: Epoch
@@ -435,7 +433,7 @@ class EpochEnded(msgspec.Struct, tag=True, frozen=True):
 
 
 class Changed(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: it has applied Change ``number``, and sends nothing to those that have left."""
+    """Worker to engine: it has applied Change ``number``, and sends nothing to members that have left."""
 
     number: int
 
@@ -447,8 +445,19 @@ class PeerLost(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
+class Observed(msgspec.Struct, tag=True, frozen=True):
+    """Worker to engine: what it did in the window that the Observe before this one began.
+
+    Attributes:
+        sent_ns: by the worker's monotonic clock.
+    """
+
+    sent_ns: int
+    spans: list[Span]
+
+
 class Traced(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine, its last message: what it did when."""
+    """Worker to engine, its last message: the spans of its timeline."""
 
     spans: list[Span]
 
@@ -457,9 +466,9 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     """Worker to engine: it cannot continue.
 
     Attributes:
-        kind: the exception's class name.
-        user: the exception is a UserError.
-        machine: as in Hello.
+        kind: class name of the exception.
+        user: True if the exception is a UserError.
+        machine: name of the machine, for people.
     """
 
     kind: str
@@ -483,6 +492,7 @@ ToWorker = (
     | EndEpoch
     | Change
     | Forget
+    | Observe
     | Stop
 )
 ToEngine = (
@@ -503,6 +513,7 @@ ToEngine = (
     | EpochEnded
     | Changed
     | PeerLost
+    | Observed
     | Traced
     | Failed
 )

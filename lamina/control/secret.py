@@ -29,13 +29,13 @@ class Secret:
     data: bytes
 
     def curve_keys(self, name: str) -> tuple[bytes, bytes]:
-        """(public, secret) CURVE key of the engine or of a worker, in Z85."""
+        """Return the public and the secret CURVE key of the engine or of a worker, in Z85."""
         key = z85.encode(self._derived(f"curve {name}"))
         return zmq.curve_public(key), key
 
     @property
     def data_plane(self) -> bytes:
-        """Proves to peers on the data plane that a worker belongs to this cluster."""
+        """The key by which workers of this cluster know each other on the data plane."""
         return self._derived("data plane")
 
     def _derived(self, purpose: str) -> bytes:
@@ -67,7 +67,7 @@ def from_file(file: str | os.PathLike[str], *, create: bool = True) -> Secret:
         return _read(path)
     made = new()
     try:
-        # It appears whole: a start at the same time, or after a full disk, must not find a part of it.
+        # Linked once complete: a start at the same time, or after a full disk, must not find a part of the file.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-") as written:  # mode 0600
             written.write(made.data.hex() + "\n")
             written.flush()

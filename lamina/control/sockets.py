@@ -43,7 +43,7 @@ from lamina.transport.listener import LOOPBACK, Refusals
 MessageT = TypeVar("MessageT", ComputeSetup, MemorySetup, Reserve, Register, Connect, Step, Stop)
 
 Inspection = Callable[[int, int], Resources]
-"""Answers ``Inspect``, given when it was sent and the time here, both in nanoseconds."""
+"""Answers ``Inspect``, given the times at which it was sent and received, in nanoseconds of each side's clock."""
 
 ENGINE = "engine"
 ANY = "0.0.0.0"
@@ -53,11 +53,11 @@ MAX_MESSAGE_NBYTES = 1 << 30  # from a worker; a longer one closes its connectio
 DESCRIPTORS_PER_WORKER = 3  # two connections and, of a local one, its process
 OTHER_DESCRIPTORS = 1024  # of everything else in the engine's process: clients, files
 SETUP_TIMEOUT_S = 1800.0  # between two set-up messages: other workers may be loading a large model
-REFUSED_S = 2.0  # that a send waits for a connection before the engine is known to have refused it
+REFUSED_S = 2.0  # time without a connection after which a send concludes that the engine has rejected this worker
 
 
 class Bootstrap(msgspec.Struct, frozen=True):
-    """What a worker process starts with, read from its standard input: never on a command line."""
+    """What a worker process reads from its standard input: keys must not be on a command line."""
 
     name: str
     address: str
@@ -71,9 +71,9 @@ class Bootstrap(msgspec.Struct, frozen=True):
     shares_gpu: bool = False
     """A compute worker runs on the same GPU as this memory worker."""
     local_address: str = ""
-    """At which peers reach the worker; empty: the address that packets to the engine leave from."""
+    """Address at which peers reach the worker; empty: the address that packets to the engine leave from."""
     bind_address: str = ""
-    """That the worker listens on for peers; empty: ``local_address``."""
+    """Address on which the worker listens for peers; empty: ``local_address``."""
 
     def __repr__(self) -> str:
         return f"Bootstrap(name={self.name!r}, address={self.address!r})"  # no keys in logs and tracebacks
@@ -83,8 +83,8 @@ class KeyedRouter:
     """A ROUTER socket that only peers with known CURVE keys can connect to. One thread at a time may use ``socket``.
 
     Attributes:
-        known: by a peer's public key in Z85, the name that the key was issued to.
-        port: where it listens.
+        known: names of peers by their public keys, in Z85.
+        port: where the socket listens.
         wakeup: an eventfd; writing to it ends a wait of ``poll``.
     """
 
@@ -100,11 +100,11 @@ class KeyedRouter:
         """Listen at ``host``.
 
         Args:
-            title: for messages about connections that are refused.
-            keys: CURVE, public and secret.
-            port: 0: any free one.
-            listener: descriptor of a socket on ``host`` that listens already; None: of a new one.
-            options: of the socket.
+            title: name of the socket in logs about rejected connections.
+            keys: CURVE keys, public and secret.
+            port: port to listen on; 0: any free port.
+            listener: descriptor of a socket on ``host`` that listens already; None: open a new one.
+            options: ZeroMQ options of the socket.
 
         Raises OSError, zmq.ZMQError, or RuntimeError if the authenticator's thread has ended.
         """
@@ -113,7 +113,7 @@ class KeyedRouter:
         self.context = zmq.Context()
         with contextlib.ExitStack() as undo:
             undo.callback(self.context.destroy, linger=0)
-            from zmq.auth.thread import ThreadAuthenticator  # brings asyncio, for which no worker is to wait
+            from zmq.auth.thread import ThreadAuthenticator  # imports asyncio, which would delay workers
 
             self._authenticator = ThreadAuthenticator(self.context)
             self._authenticator.start()
@@ -133,21 +133,21 @@ class KeyedRouter:
         self._poller.register(self.wakeup, zmq.POLLIN)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether a peer with this key may connect: the authenticator's credentials provider."""
+        """Return whether a peer with this key may connect. The authenticator calls it, as credentials provider."""
         if key in self.known:
             return True
         self.refusals.record("KEY", "its key does not belong to this cluster")
         return False
 
     def poll(self, timeout_s: float) -> bool:
-        """Wait for a message or for ``wakeup``, which is reset. Return whether it was woken."""
+        """Wait for a message or for ``wakeup``, which is reset. Return whether ``wakeup`` was written."""
         woken = self.wakeup in dict(self._poller.poll(_milliseconds(timeout_s)))
         if woken:
             os.eventfd_read(self.wakeup)
         return woken
 
     def receive_frames(self) -> Iterator[tuple[bytes, bytes, bytes]]:
-        """Yield identity and key of the sender, and the message, of at most ``MAX_MESSAGES`` that have arrived."""
+        """Yield identity, key and message of at most ``MAX_MESSAGES`` messages that have arrived."""
         for _ in range(MAX_MESSAGES):
             try:
                 identity, frame = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -167,17 +167,17 @@ class KeyedRouter:
 
 
 class ControlServer:
-    """The engine's end. One thread at a time may use it.
+    """The engine's end of the control plane. One thread at a time may use it.
 
     Attributes:
-        liveness: which workers answer pings. ``receive`` sends them: call it several times a second.
+        liveness: how long each worker has been silent. ``receive`` sends pings: call it several times a second.
 
     Args:
         parent_pid: the process that workers end with; None: this one.
-        secret: all keys are derived from it; None: from a new one.
+        secret: secret from which all keys are derived; None: a new one.
         host: address of this machine to listen on.
-        advertised: address of this machine that workers reach; empty: ``host``.
-        listener: descriptor of a socket on ``host`` that listens already; None: of a new one.
+        advertised: address at which workers reach this machine; empty: ``host``.
+        listener: descriptor of a socket on ``host`` that listens already; None: open a new one.
 
     Raises TransportError if it cannot listen there, or may not open as many files as it needs.
     """
@@ -218,11 +218,10 @@ class ControlServer:
         self._encoder = msgspec.msgpack.Encoder()
         self.liveness = Liveness(time.monotonic())
         self._closed = False
-        self._wakeup_lock = threading.Lock()  # no write to a descriptor that close has given back
+        self._wakeup_lock = threading.Lock()  # keeps ``wake`` from writing to a closed descriptor
 
     @property
     def secret(self) -> Secret:
-        """The cluster's."""
         return self._secret
 
     @property
@@ -247,7 +246,7 @@ class ControlServer:
         )
 
     def offer_files(self, digest: str, paths: Sequence[Path]) -> FileSource:
-        """Let workers fetch these files until ``close``. ``digest``: of the model. Raises TransportError, OSError."""
+        """Let workers fetch the files of a model until ``close``. Raises TransportError, OSError."""
         try:
             self._files = FileServer(self._router.context, self.keys, self._host, paths)
         except zmq.ZMQError as error:
@@ -256,21 +255,21 @@ class ControlServer:
         return FileSource(self._files.port, digest, files)
 
     def admit(self, name: str) -> Bootstrap:
-        """Let another worker connect, under a name that was never used. It is pinged and heard until ``dismiss`` or, as
-        a member, until ``apply`` leaves it out. Raises TransportError if this process may not open enough files."""
+        """Let another worker connect, under a name that was never used. It is pinged until ``dismiss``, or until
+        ``apply_topology`` drops it. Raises TransportError if this process may not open enough files."""
         _require_descriptors(len(self._members | self._joining) + 1)
         bootstrap = self._issue(name)
         self._joining.add(name)
         return bootstrap
 
     def dismiss(self, name: str) -> None:
-        """Neither ping nor hear a worker any more."""
+        """Stop pinging a worker, and ignore its messages."""
         self.liveness.unwatch(name)
         self._joining.discard(name)
         self._members.discard(name)
 
     def apply_topology(self, topology: Topology) -> None:
-        """Ping and receive from the members of ``topology`` alone from now on."""
+        """Ping the members of ``topology`` and those that join from now on; ignore messages of all other workers."""
         for worker in self._members - topology.names:
             self.liveness.unwatch(worker)
         self._members = set(topology.names)
@@ -298,7 +297,7 @@ class ControlServer:
                 os.eventfd_write(self._router.wakeup, 1)
 
     def receive(self, timeout_s: float) -> Iterator[tuple[str, ToEngine]]:
-        """Messages that have arrived, at most ``MAX_MESSAGES``; waits up to ``timeout_s`` for one or for ``wake``."""
+        """Yield at most ``MAX_MESSAGES`` messages; wait up to ``timeout_s`` for the first or for ``wake``."""
         now = time.monotonic()
         deadline = now + timeout_s
         if self.liveness.turn(now):
@@ -310,7 +309,7 @@ class ControlServer:
                 return
 
     def _messages(self) -> Generator[tuple[str, ToEngine], None, bool]:
-        """Yield the messages that have arrived; returns whether anything was yielded."""
+        """Yield the messages that have arrived. Return whether there were any."""
         came = False
         for identity, key, payload in self._router.receive_frames():
             worker = self._router.known.get(key)
@@ -318,8 +317,8 @@ class ControlServer:
                 self._router.refusals.record("NAME", "a message arrived under a name that does not match its key")
                 continue
             if worker not in self._members and worker not in self._joining:
-                continue  # it was lost, and is not believed any more
-            self.liveness.heard(worker)
+                continue  # a lost worker
+            self.liveness.on_message(worker)
             if not identity.endswith(HEARTBEAT):
                 came = True
                 yield worker, decode(worker, payload)
@@ -347,7 +346,6 @@ class ControlServer:
 
 
 def _listen(router: "zmq.Socket[bytes]", host: str, port: int, listener: int | None) -> int:
-    """Return the port that a socket listens on from now on."""
     if listener is None:
         router.bind(f"tcp://{host}:{port or '*'}")
         return int(bytes(router.getsockopt(zmq.LAST_ENDPOINT)).decode().strip("\0").rpartition(":")[2])
@@ -359,7 +357,7 @@ def _listen(router: "zmq.Socket[bytes]", host: str, port: int, listener: int | N
 
 
 def _require_descriptors(workers: int) -> None:
-    """Raise this process's limit of open files if so many workers need more. Raises TransportError."""
+    """Increase this process's limit of open files if ``workers`` need more. Raises TransportError."""
     needed = DESCRIPTORS_PER_WORKER * workers + OTHER_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -387,16 +385,16 @@ def decode(worker: str, payload: bytes) -> ToEngine:
 
 
 class ControlClient:
-    """A worker's end. One thread owns it.
+    """A worker's end of the control plane. One thread owns it.
 
     Attributes:
-        data_secret: proves on the data plane that a worker belongs to this cluster.
-        local_address: at which peers reach this worker.
-        bind_address: that it listens on for them.
+        data_secret: key by which workers of this cluster know each other on the data plane.
+        local_address: address at which peers reach this worker.
+        bind_address: address on which this worker listens for peers.
     """
 
     def __init__(self, bootstrap: Bootstrap, inspection: Inspection | None = None) -> None:
-        """``inspection`` answers ``Inspect``; without it, nothing does."""
+        """``inspection`` answers ``Inspect``; without it, ``Inspect`` is ignored."""
         self.name = bootstrap.name
         self._bootstrap = bootstrap
         self._inspection = inspection
@@ -427,7 +425,7 @@ class ControlClient:
         """Queue one message to the engine. Raises TransportError if it has refused this worker's connection."""
         try:
             self._socket.send(self._encoder.encode(message))
-        except zmq.Again:  # queues have no limit, but there is none: ZeroMQ does not try again after a refusal
+        except zmq.Again:  # without a connection, there is no queue: ZeroMQ does not reconnect after a rejection
             raise TransportError(
                 f"the engine at {self._bootstrap.address} has refused {self.name}'s connection; "
                 "start this worker with a key of the same cluster"
@@ -443,8 +441,8 @@ class ControlClient:
                 raise DeadlineError(f"{self.name}: no message from the engine within {timeout_s} s")
 
     def poll(self, timeout_s: float = 0.0) -> ToWorker | None:
-        """Return the engine's next message; None if none has arrived within ``timeout_s``, or if it was an ``Inspect``,
-        which is answered here."""
+        """Return the engine's next message; None if none has arrived within ``timeout_s``, or after an ``Inspect``,
+        which this method answers."""
         if timeout_s and not self._socket.poll(_milliseconds(timeout_s)):
             return None
         try:
@@ -458,7 +456,8 @@ class ControlClient:
         return None
 
     def fetch(self, source: FileSource, folder: Path, on_fetched: OnFetched) -> None:
-        """Fetch a model's files from the engine's machine; see ``files.fetch``."""
+        """Fetch a model's files from the engine's machine into ``folder``; errors are those of
+        ``file_transfer.fetch``."""
         host = self._bootstrap.address.rpartition(":")[0]
         where = msgspec.structs.replace(self._bootstrap, address=f"{host}:{source.port}")
         with self._connect(where, b"/files") as connected:
@@ -471,7 +470,7 @@ class ControlClient:
 
 
 def _echo(heartbeat: "zmq.Socket[bytes]") -> None:
-    """Echo every message until the context ends, in one native call that does not need Python's lock."""
+    """Echo every message until the context ends, in one native call that does not hold Python's lock."""
     with heartbeat, contextlib.suppress(zmq.ContextTerminated):
         zmq.proxy(heartbeat, heartbeat)
 

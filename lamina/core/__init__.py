@@ -1,4 +1,4 @@
 """The nouns of Lamina. Imports no other room."""
 
 __version__ = "0.2.0"
-"""The release: processes of one cluster have the same."""
+"""The release. All processes of a cluster must have the same."""

@@ -21,19 +21,20 @@ class HeadShards:
     """How the heads of a model are cut.
 
     Attributes:
-        heads: the most KV heads of any attention. Head ranges of segments count these.
-        count: number of shards. Divides the KV heads of every attention.
+        heads: KV heads of the attention that has the most. Head ranges of segments are in this unit.
+        count: number of shards. It divides the KV heads of every attention.
     """
 
     heads: int = 1
     count: int = 1
 
     @classmethod
-    def over(cls, attentions: Sequence[AttentionSpec], workers: int, ranks: int = 1) -> "HeadShards":
-        """Return the fewest shards for which each rank of a replica has some, and the heads of a sequence can be on
-        ``workers`` memory workers, or on as many as possible; a shard for each KV head if ranks share them.
+    def for_model(cls, attentions: Sequence[AttentionSpec], workers: int, ranks: int = 1) -> "HeadShards":
+        """Return the fewest shards with which every rank of a replica has whole shards, and a sequence can be spread
+        by heads over ``workers`` memory workers, or over as many as possible. With more ranks than KV heads, each KV
+        head is a shard.
 
-        Raises ConfigError if ranks cannot divide the KV heads, or share each with as many others.
+        Raises ConfigError if the number of ranks neither divides the KV heads nor is a multiple of them.
         """
         counts = sorted({spec.kv_heads for spec in attentions})
         most = math.gcd(*counts)
@@ -49,16 +50,16 @@ class HeadShards:
         return cls(max(spec.kv_heads for spec in attentions), wanted if most % wanted == 0 else most)
 
     def sharers(self, ranks: int) -> int:
-        """Return how many ranks of a replica have each shard: neighbours, of which the first keeps K and V."""
+        """Return how many ranks share each shard. They have consecutive numbers; the first stores K and V."""
         return max(1, ranks // self.count)
 
     def of_rank(self, ranks: int) -> "HeadShards":
-        """Return the shards of one rank of a replica, counted from its first head."""
+        """Return the cut of the heads that one rank has; its first head is number 0."""
         groups = ranks // self.sharers(ranks)
         return HeadShards(self.heads // groups, self.count // groups)
 
     def range_of_rank(self, rank: int, ranks: int) -> range:
-        """Return the shards of a rank."""
+        """Return the numbers of the shards that a rank has."""
         sharers = self.sharers(ranks)
         own, first = self.count * sharers // ranks, rank // sharers
         return range(first * own, (first + 1) * own)
@@ -86,8 +87,10 @@ class HeadShards:
         return 0 <= first < stop <= self.heads and first % size == stop % size == 0
 
     def spec(self, spec: AttentionSpec, part: int = 0, sharers: int = 1) -> AttentionSpec:
-        """One shard of an attention, or what one of its ``sharers`` has of it: ``part`` counts these over all shards.
-        They differ only in their ALiBi slopes."""
+        """Return the spec of one shard of an attention, or of the query heads that one of ``sharers`` ranks has of it.
+
+        ``part`` numbers these parts over all shards; parts differ only in their ALiBi slopes.
+        """
         parts = self.count * sharers
         if parts == 1:
             return spec

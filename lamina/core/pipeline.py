@@ -44,14 +44,15 @@ class Pipeline:
         lanes: most batches in flight.
         replicas: copies of the weights, each on ``ranks * stages`` compute workers.
         rotates: True for the rotational order, which needs ``lanes == replicas + 1``.
-        choices: arrangements to choose from at run time, instead of all lanes in the order given by ``rotates``.
+        choices: arrangements between which the runtime may change, the first of which it begins with. Empty: the
+            arrangement is fixed by ``lanes`` and ``rotates``.
         ranks: compute workers that share every slice of a stage (``lamina.splitter.shard``). Worker number n is rank
             ``n % ranks`` of stage ``n // ranks``, counted over all replicas.
         stages: parts of each replica with different slices. Stage number s is stage ``s % stages`` of replica
             ``s // stages``.
-        starts: the first slice of each stage, once the model is known; empty until then, and without stages.
-        prefill: replicas that only run prompts, the first ones; the others only decode. 0: each does both. While
-            too few replicas are left, one of them decodes.
+        starts: the first slice of each stage. Empty without stages, and until the model is known.
+        prefill: the first so many replicas only run prompts, the others only decode; 0: all do both. At least one
+            replica always decodes.
     """
 
     lanes: int
@@ -79,27 +80,26 @@ class Pipeline:
             )
 
     @property
-    def start(self) -> Arrangement:
-        """The arrangement at the start."""
+    def first_arrangement(self) -> Arrangement:
         return self.choices[0] if self.choices else Arrangement(self.lanes, self.rotates)
 
     @property
-    def moves(self) -> bool:
+    def may_rotate(self) -> bool:
         """True if a lane's context may travel between replicas."""
-        return self.replicas > 1 and any(one.rotates for one in (self.start, *self.choices))
+        return self.replicas > 1 and any(one.rotates for one in (self.first_arrangement, *self.choices))
 
     @property
     def announces(self) -> bool:
-        """True if the first rank of each stage announces the order of slices: there are others, and several lanes.
+        """True if the first rank of each stage announces the order of slices to its other ranks.
 
-        One replica runs all lanes once the other replicas are lost.
+        The total number of lanes counts, since one replica runs all of them once the other replicas are lost.
         """
         return self.ranks > 1 and self.lanes > 1
 
     @property
     def interchangeable(self) -> bool:
         """True if sequences may change lanes, and so replicas."""
-        return self.replicas == 1 or self.moves or bool(self.choices) or self.prefill > 0
+        return self.replicas == 1 or self.may_rotate or bool(self.choices) or self.prefill > 0
 
     def role(self, lane: int) -> LaneRole:
         """Return what a lane runs."""
@@ -108,14 +108,13 @@ class Pipeline:
             return "both"
         return "prefill" if lane % self.replicas < prefill else "decode"
 
-    def with_replicas(self, replicas: int) -> "Pipeline":
-        """This pipeline on another number of replicas. Lanes keep their numbers; with fewer replicas, some may not be
-        used.
+    def with_replicas(self, replicas: int, prefill: int = 0) -> "Pipeline":
+        """Return this pipeline on another number of replicas, of which the first ``prefill`` only run prompts.
 
-        Fixed arrangements keep their lanes per replica, as far as they were a choice; rotational ones need one lane
-        more than replicas.
+        Lanes keep their numbers; with fewer replicas, some may not be used. Fixed choices keep their lanes per replica;
+        rotational ones have one lane more than replicas. With ``prefill``, lanes are fixed.
         """
-        if replicas == self.replicas:
+        if (replicas, prefill) == (self.replicas, self.prefill):
             return self
         choices = [
             Arrangement(replicas + 1, rotates=True)
@@ -125,7 +124,13 @@ class Pipeline:
             if replicas > 1 or not one.rotates
         ]
         lanes = replicas + 1 if self.rotates else max(self.lanes, self.lanes // self.replicas * replicas)
-        return dataclasses.replace(self, lanes=lanes, replicas=replicas, choices=tuple(dict.fromkeys(choices)))
+        unique = tuple(dict.fromkeys(choices))
+        made = dataclasses.replace(self, lanes=lanes, replicas=replicas, choices=unique, prefill=0)
+        if not prefill:
+            return made
+        first = made.first_arrangement
+        lanes = replicas if first.rotates else first.lanes
+        return dataclasses.replace(made, lanes=lanes, rotates=False, choices=(), prefill=prefill)
 
     def without_rotation(self) -> "Pipeline":
         """This pipeline, without the choices in which lanes rotate."""
@@ -137,8 +142,7 @@ class Pipeline:
         return self.ranks * self.stages
 
     def replica(self, lane: int, turn: int, rotates: bool | None = None) -> int:
-        """Return the replica that runs slice ``turn`` of ``lane``. ``rotates``: the order of the step, if not the
-        default."""
+        """Return the replica that runs slice ``turn`` of ``lane``. ``rotates`` overrides the pipeline's."""
         rotating = self.rotates if rotates is None else rotates
         return (lane + turn) % self.replicas if rotating else lane % self.replicas
 
@@ -149,14 +153,13 @@ class Pipeline:
         return self.replica(lane, turn + index, rotates) * self.stages + own
 
     def stages_of(self, lane: int, turn: int, slices: int, rotates: bool | None = None) -> list[int]:
-        """Return the stages that run the ``slices`` slices of a step of ``lane`` that begins at ``turn``, see
-        ``stage``."""
+        """Return the ``stage`` of each of the ``slices`` slices of a step of ``lane`` that begins at ``turn``."""
         if self.starts or (self.rotates if rotates is None else rotates):
             return [self.stage(lane, turn, index, rotates) for index in range(slices)]
         return [self.stage(lane, turn, 0, rotates)] * slices
 
     def exchanges(self, one: int, other: int) -> bool:
-        """True if two compute workers may send each other a lane's context, or the tokens drawn, by their numbers."""
+        """True if the compute workers of these numbers may send each other a lane's context or its drawn tokens."""
         if one % self.ranks != other % self.ranks:
             return False
         one, other = one // self.ranks, other // self.ranks
@@ -166,7 +169,7 @@ class Pipeline:
         return same and apart in (1, self.stages - 1)
 
     def replicas_of(self, lane: int, rotates: bool | None = None) -> tuple[int, ...]:
-        """Every replica that runs slices of ``lane``. ``rotates``: the order of the step, if not the default."""
+        """Return every replica that runs slices of ``lane``. ``rotates`` overrides the pipeline's."""
         rotating = self.rotates if rotates is None else rotates
         return tuple(range(self.replicas)) if rotating else (lane % self.replicas,)
 
@@ -176,5 +179,5 @@ class Pipeline:
         return tuple(replica * count + own for replica in self.replicas_of(lane, rotates) for own in range(count))
 
     def tick(self, lane: int, turn: int) -> int:
-        """Due time of slice ``turn`` of ``lane``: of several slices that could run, a replica takes the earliest."""
+        """Return the rank of slice ``turn`` of ``lane`` in time: a replica runs the ready slice of the lowest tick."""
         return turn * self.lanes + lane

@@ -1,4 +1,4 @@
-"""A request in the scheduler, with its completions."""
+"""State of one request in the scheduler (``Group``) and of each of its completions."""
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ Drawn: TypeAlias = Mapping[int, list[int]]
 
 
 def ids_of(tokens: Iterable[int]) -> Ids:
-    """Token ids as the prefix cache compares them."""
+    """Return token ids as an array, which the prefix cache compares quickly."""
     return array("i", tokens)
 
 
@@ -26,17 +26,18 @@ class Completion:
     """One sequence and the tokens it has drawn.
 
     Attributes:
-        known: how many of the generated tokens were drawn before its KV was dropped: they run again, like a prompt.
-        cached, goal: of the tokens that run before it draws, those in planned steps, and all of them. The prompt is
-            the first completion's; the others begin behind it when they are forked.
-        own: KV tokens reserved for it alone, besides the prompt; while it decodes, those when it began.
-        segments: where its KV is and will be, the prompt's included, by ascending token. Set at admission. Their
+        known: number of ``generated`` tokens that must run again, like a prompt, because their KV was dropped.
+        cached: position up to which its tokens are in planned steps. Other completions than the first stay at 0 until
+            they are forked at the end of the prompt.
+        goal: position after the last token to run before the next token is drawn.
+        own: KV tokens reserved for this completion alone, without the prompt; not updated while it decodes.
+        segments: where its KV is or will be, the prompt's included, by ascending token. Set at admission. Their
             workers are places (``lamina.kv.placement``), with all heads.
-        drawn: how many of the generated tokens it had when it ended; its list may be another's to add to since.
+        drawn: length of ``generated`` when the completion ended. A beam that continues it may append to the list.
         until: number of the last step of its lane that runs it; set when it stops decoding.
-        retired: handed over for release.
-        released: a plan has released its KV.
-        answered: of a beam search: its last token has run, and its continuations are known, but not chosen from.
+        retired: True once the completion waits for the release of its KV.
+        released: True once a plan has released its KV.
+        answered: for a beam: its last token has run, and its possible continuations have arrived, but none is chosen.
     """
 
     sequence: int
@@ -61,35 +62,35 @@ class Completion:
 
     @property
     def worker(self) -> str:
-        """The memory worker that takes its next tokens."""
+        """The memory worker that stores its next tokens."""
         return self.segments[-1].worker
 
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """A request with its completions: all of them, or those that go on after its KV was dropped.
+    """A request with its completions; after its KV was dropped, with those that have not ended.
 
     Attributes:
-        arrival: counts the requests; the same after its KV was dropped.
-        prompt_length: tokens of the prompt, which the completions share.
-        own_tokens: most KV tokens of one completion without the prompt; the last token drawn is never kept.
-        tokens: most KV tokens of the request.
-        lane: -1 while it waits.
-        heads: of its segments.
-        expand: makes segments on memory workers of those on places.
-        hit: tokens that it shares with a cached prefix since it was admitted, and so does not compute.
-        unshared: tokens of the prompt for which slots are reserved for this request, not for those who share a prefix.
-        cached_tokens: tokens of the prompt that were found in the prefix cache when the request was first admitted.
-        suspect: its KV must not be kept for others.
-        until: number of the last step of its lane that runs a chunk of it.
-        lent: steps in flight of other lanes that run a chunk of it.
-        forked: its prompt has run, and all of its completions share it.
+        arrival: number of the request in order of arrival; kept when its KV is dropped.
+        lane: the lane that runs it; -1 while it waits.
+        heads: head range of its segments.
+        expand: turns segments on places into segments on memory workers.
+        until: number of the last step of its lane that runs one of its chunks.
+        lent: steps in flight of other lanes that run one of its chunks.
+        forked: True once its prompt has run, and all completions share the prompt's KV.
         seats: completions that steps run or may run.
         holders: completions with KV reserved.
-        gave_way: it has been dropped once for a client with fewer seats.
-        searches: its completions are beams.
-        choice: of a beam search: by completion, the place of the one that it continues, and the token, which the next
-            plan of its lane runs. ``generated`` has it once that is planned.
+        hit: tokens at its beginning whose KV was in the prefix cache when it was admitted, and is not computed.
+        unshared: tokens of the prompt whose slots are reserved for this request, and not shared by a cached prefix.
+        cached_tokens: tokens of the prompt found in the prefix cache when the request was first admitted.
+        suspect: True if its KV must not enter the prefix cache.
+        gave_way: True once it was preempted for a client with fewer seats.
+        choice: for a beam search, by completion: the index of the beam that it continues, and the token, which the
+            next plan of its lane runs and appends to ``generated``.
+        prompt_length: tokens of the prompt, which the completions share.
+        own_tokens: most KV tokens of one completion without the prompt; the KV of the last drawn token is not needed.
+        tokens: most KV tokens of the request.
+        searches: True if its completions are beams.
     """
 
     request: Request
@@ -127,16 +128,16 @@ class Group:
 
     @property
     def to_run(self) -> int:
-        """Tokens of the prompt and generated ones that must run before all its completions draw."""
+        """Tokens, of the prompt and of those generated before, that must run before all its completions draw."""
         return self.prompt_length + sum(completion.known for completion in self.completions) - self.hit
 
     @property
     def base(self) -> int:
-        """Position from which on tokens are its completions' own: they are reserved for one of them alone."""
+        """Position from which on slots are reserved for single completions."""
         return max(self.prompt_length, self.hit)
 
     def share(self, tokens: int) -> None:
-        """Its first sequence begins with so many tokens of a cached prefix. Before any step of it is planned."""
+        """Begin the first sequence with ``tokens`` tokens of a cached prefix, before any of its steps is planned."""
         first = self.completions[0]
         self.hit = first.cached = tokens
         self.unshared = max(0, self.prompt_length - tokens)
@@ -144,7 +145,7 @@ class Group:
 
     @property
     def home(self) -> str:
-        """The place with its first tokens: those may be shared."""
+        """The place that holds its first tokens, which other requests may share."""
         return self.completions[0].segments[0].worker
 
     def unshare(self) -> None:
@@ -152,8 +153,11 @@ class Group:
         self.hit, self.unshared = 0, self.prompt_length
 
     def place(self, spans: Sequence[tuple[str, int]]) -> None:
-        """Set where KV goes. The tokens to run, those of the prompt and the first completion first, take so many slots
-        of each worker, in order."""
+        """Set the segments of all completions.
+
+        ``spans`` gives workers and numbers of slots; the prompt and the known tokens of each completion fill them in
+        this order.
+        """
         first, *others = self.completions
         begin = self.prompt_length + first.known
         nowhere = Segment(first.sequence, "", self.heads, (0, None))
@@ -166,18 +170,19 @@ class Group:
 
     @property
     def workers(self) -> set[str]:
-        """The memory workers with segments of it."""
         return {segment.worker for one in self.completions if not one.released for segment in one.segments}
 
     def slots(self, completion: Completion, own: int, *, alone: bool = False) -> dict[str, int]:
-        """By memory worker, the slots of ``own`` tokens of a completion, and of the prompt if it has that ``alone``:
-        those reserved for the request, without those that it shares with cached prefixes."""
+        """Return, by memory worker, the slots reserved for ``own`` tokens of a completion.
+
+        With ``alone``, those of the prompt are included. Slots shared with cached prefixes are never counted.
+        """
         begin = self.base - (self.unshared if alone else 0)
         return by_worker(completion.segments, begin, self.base + own)
 
     @property
     def admission(self) -> Admission:
-        """What workers are told of it."""
+        """What a step plan says about the request."""
         params, first = self.request.params, self.completions[0]
         prompt = self.request.prompt_token_ids if params.repetition_penalty != 1.0 else []
         indices = [completion.index for completion in self.completions]
@@ -193,7 +198,7 @@ class Group:
         )
 
     def fork(self) -> list[Completion]:
-        """Let all completions go on from the end of the prompt. Returns those that do not have it as their own."""
+        """Let all completions continue from the end of the prompt. Return those whose sequences must be forked."""
         self.forked = True
         for completion in self.completions:
             completion.cached = max(completion.cached, self.prompt_length)
@@ -205,7 +210,7 @@ class Group:
         return not self.forked and completion is self.completions[0] and bool(self.alive)
 
     def withdraw(self, completion: Completion, cached: int) -> None:
-        """Steps in flight will not run tokens from ``cached`` on: they run again."""
+        """Run the tokens of a completion again from position ``cached`` on: the steps in flight were dropped."""
         completion.cached = cached
         if cached < self.prompt_length and self.forked:
             first, *others = self.completions
@@ -215,14 +220,14 @@ class Group:
                 other.cached = other.goal = 0
 
     def draws_after(self, completion: Completion) -> list[Completion]:
-        """Return the completions that draw a token once this one has run the tokens up to its goal."""
+        """Return the completions that draw a token once ``completion`` has run the tokens up to its goal."""
         if self.forked or len(self.completions) == 1:
             return [completion]
         drawing = [one for one in self.alive if not one.known]
         return drawing[:1] if self.searches else drawing  # beams are all the same after the prompt
 
     def known_tokens(self, completion: Completion, start: int, stop: int) -> list[int]:
-        """Return the tokens at positions [start, stop) of a completion, of the prompt and generated."""
+        """Return the tokens of prompt and completion at positions [start, stop)."""
         prompt, length = self.request.prompt_token_ids, self.prompt_length
         if stop <= length:
             return prompt[start:stop]
@@ -235,20 +240,20 @@ class Group:
 
     @property
     def histories(self) -> dict[int, list[int]]:
-        """By sequence, the tokens that a replica needs to draw with penalties: all but the last, which the next step
-        runs. Empty if draws do not depend on them."""
+        """Generated tokens by sequence, without the last, which the next step runs; empty if draws do not depend on
+        them."""
         if not self.request.params.reads_history:
             return {}
         return {completion.sequence: completion.generated[:-1] for completion in self.alive}
 
     @property
     def computed(self) -> int:
-        """Tokens whose KV its completions have, with what they share counted once; no step of it is in flight."""
-        shared = min(self.kept(self.completions[0]), self.prompt_length)
-        return shared + sum(max(self.kept(one) - self.prompt_length, 0) for one in self.alive)
+        """Tokens whose KV is stored, the shared prompt counted once. Valid while none of its steps is in flight."""
+        shared = min(self.stored_tokens(self.completions[0]), self.prompt_length)
+        return shared + sum(max(self.stored_tokens(one) - self.prompt_length, 0) for one in self.alive)
 
-    def kept(self, completion: Completion) -> int:
-        """Tokens of a completion whose KV is on the memory worker, its prompt's included."""
+    def stored_tokens(self, completion: Completion) -> int:
+        """Return the number of tokens of prompt and completion whose KV is on memory workers."""
         runs = completion if self.forked else self.completions[0]
         if runs.cached < self.prompt_length + completion.known:
             return runs.cached
@@ -257,7 +262,7 @@ class Group:
 
 
 def _part(spans: Sequence[tuple[str, int]], begin: int, stop: int) -> Iterator[tuple[str, int]]:
-    """Tokens [begin, stop) of those that the spans have together."""
+    """Yield the parts of ``spans`` that tokens [begin, stop) fill."""
     at = 0
     for worker, tokens in spans:
         low, high = max(at, begin), min(at + tokens, stop)

@@ -1,9 +1,8 @@
 """Which segments hold which tokens of a sequence. Pure.
 
-The segments of a sequence with the same heads follow one another from token 0 on; the last has no end. They are listed
-by ascending first token, so that those of a prefix are the first ones, in a list and in its forks. Each function
-gives the same for one worker's segments of a sequence as for all of them, less those of the others: so a memory worker
-needs to know its own alone.
+The segments of a sequence with the same heads follow one another from token 0 on; the last has no end. Lists are in
+ascending order of the first token. Each function may be applied to all segments of a sequence or to those of one
+worker alone, with the same result for that worker: so a memory worker needs to know only its own segments.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ from lamina.core.types import Segment
 
 
 def for_sequence(sequence: int, segments: Sequence[Segment]) -> list[Segment]:
-    """Return the same segments for another sequence, a completion of the same request."""
+    """Return copies of the segments for another completion of the same request."""
     return [dataclasses.replace(segment, sequence=sequence) for segment in segments]
 
 
@@ -26,8 +25,7 @@ def by_sequence(segments: Iterable[Segment]) -> dict[int, list[Segment]]:
 
 
 def forked(segments: Sequence[Segment], child: int, tokens: int) -> list[Segment]:
-    """Return the segments of ``child``, which shares the first ``tokens`` tokens: the last of them takes what it
-    adds."""
+    """Return the segments of ``child``, which shares the first ``tokens`` tokens. The last one grows with ``child``."""
     return [
         dataclasses.replace(segment, sequence=child, tokens=(start, None if stop is None or stop >= tokens else stop))
         for segment in segments
@@ -42,11 +40,10 @@ def overlaps(segment: Segment, other: Segment) -> bool:
 
 
 def grown(segments: Sequence[Segment], new: Segment) -> list[Segment]:
-    """The segments of a sequence once ``new`` takes all tokens of its heads from its first on. Growing twice changes
-    nothing.
+    """Return the segments of a sequence once ``new`` holds the tokens of its heads from its first token on. Idempotent.
 
-    A sequence grows with all heads at once: a segment that has one of them ends there with all of its own. One that
-    grew to another worker and comes back before it has a token there goes on in the segment it had.
+    Segments that share a head with ``new`` end at its first token. If one of them is on the worker of ``new`` and has
+    the same heads, it and ``new`` become one segment.
     """
     first, _ = new.tokens
     ended = []
@@ -82,7 +79,7 @@ def moved(segments: Sequence[Segment], new: Segment) -> list[Segment]:
 
 
 def joined(segments: Iterable[Segment]) -> list[Segment]:
-    """Segments by ascending token, with neighbours on one worker as one."""
+    """Return segments, given by ascending token, with neighbours on one worker merged."""
     result: list[Segment] = []
     for segment in segments:
         last = result[-1] if result else None
@@ -94,8 +91,10 @@ def joined(segments: Iterable[Segment]) -> list[Segment]:
 
 
 def continued(segments: list[Segment], first: Segment, spans: Iterable[tuple[str, int]]) -> list[Segment]:
-    """Return the segments of a sequence once it continues with so many tokens on each worker, in this order, from the
-    first token of ``first`` on, which names its sequence and heads."""
+    """Return the segments of a sequence once it continues with ``spans``: workers and numbers of tokens, in order.
+
+    ``first`` gives the sequence, its heads and the position at which the first span begins.
+    """
     position, _ = first.tokens
     for worker, tokens in spans:
         if not segments or segments[-1].worker != worker:
@@ -110,7 +109,7 @@ def holding(segments: Sequence[Segment], position: int) -> Segment:
 
 
 def by_worker(segments: Iterable[Segment], start: int, stop: int) -> dict[str, int]:
-    """Return how many of tokens [start, stop) each worker holds; workers without any are left out."""
+    """Return how many of tokens [start, stop) each worker holds; workers that hold none are left out."""
     tokens: dict[str, int] = {}
     for segment in segments:
         first, last = segment.tokens

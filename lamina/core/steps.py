@@ -1,4 +1,4 @@
-"""Step plans: what the engine tells workers to do, as changes to what they know."""
+"""``StepPlan``, the message that tells workers to run a step, and the changes of state that it carries."""
 
 import functools
 
@@ -7,19 +7,19 @@ import msgspec
 from lamina.core.types import SamplingParams, Segment
 
 BLOCK = 64
-"""Consecutive tokens that are on a disk together."""
+"""Consecutive tokens that a disk stores as one block."""
 
 
 def blocks_of(capacity: int, overcommit: float) -> int:
-    """Blocks on the disk of a memory worker with ``capacity`` slots, so that both hold ``overcommit`` times as many."""
+    """Return the blocks on disk of a memory worker: ``capacity`` slots and these hold ``overcommit * capacity``."""
     return int(capacity * (overcommit - 1)) // BLOCK
 
 
 class Spill(msgspec.Struct, array_like=True, frozen=True):
     """Memory worker ``worker`` copies blocks of a cached sequence to its disk, and answers with ``Stored``.
 
-    Tokens [``BLOCK`` * place, ``BLOCK`` * (place + 1)) go to the block of the same index. If the sequence is released
-    before all are copied, the others are not.
+    Tokens [``BLOCK`` * places[i], ``BLOCK`` * (places[i] + 1)) go to ``blocks[i]``. A release of the sequence ends the
+    copying.
     """
 
     number: int
@@ -44,15 +44,15 @@ class Fetch(msgspec.Struct, array_like=True, frozen=True):
     heads: tuple[int, int]
 
 
-LAST_DRAWN = -1  # in place of a token id: see SequenceStep
+LAST_DRAWN = -1  # stands for the token that the lane's previous step draws for the same sequence
 
 
 class SequenceStep(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The tokens of one sequence in one step: positions [start, start + len(tokens)).
 
-    A token that is still being drawn when the step is planned is ``LAST_DRAWN``: the one that the step before of the
-    same lane draws for this sequence. ``draws`` names the sequences for which a next token is drawn from the last row
-    (several right after a prompt with n > 1 completions, none before the last chunk of a prompt).
+    A token that is still being drawn when the step is planned is ``LAST_DRAWN``. ``draws`` names the sequences for
+    which a next token is drawn from the last row (several right after a prompt with n > 1 completions, none before the
+    last chunk of a prompt).
     """
 
     sequence: int
@@ -70,8 +70,8 @@ class DecodeRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Sequences that each run the token they drew last, and draw the next: lists of equal length.
 
     Attributes:
-        starts: position of each.
-        tokens: to run, by sequence; ``LAST_DRAWN`` for one that is still being drawn; empty if all are.
+        starts: position of each token.
+        tokens: the tokens to run, as in ``SequenceStep``; empty if all are ``LAST_DRAWN``.
     """
 
     sequences: list[int]
@@ -80,7 +80,6 @@ class DecodeRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def steps(self) -> list[SequenceStep]:
-        """The rows as one SequenceStep per sequence."""
         tokens = self.tokens or [LAST_DRAWN] * len(self.sequences)
         rows = zip(self.sequences, self.starts, tokens, strict=True)
         return [SequenceStep(sequence, start, [token], [sequence]) for sequence, start, token in rows]
@@ -89,10 +88,13 @@ class DecodeRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Admission(msgspec.Struct, array_like=True, frozen=True):
     """A request that is new to the workers: sequences [sequence, sequence + count), one per completion.
 
-    The first sequence runs the prompt; the others are forked from it. ``segments`` say where the KV of the first lives,
-    and that of others that have been forked, if a worker learns of them later.
-    ``seed`` makes the draws reproducible; ``prompt`` holds its tokens only if the penalties need them. ``indices`` are
-    those of the completions within the request: some may have ended before the KV of the others was dropped.
+    The first sequence runs the prompt; the others are forked from it.
+
+    Attributes:
+        segments: where the KV of the first sequence is, and that of the forked ones for a worker that joined later.
+        seed: makes the draws reproducible.
+        prompt: its tokens, only if the penalties need them.
+        indices: numbers of the completions within the request; those that had ended are left out.
     """
 
     sequence: int
@@ -106,9 +108,9 @@ class Admission(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Fork(msgspec.Struct, array_like=True, frozen=True):
-    """``child`` shares the first ``tokens`` tokens of ``parent``, or those of them that follow what it has already.
+    """``child`` shares the first ``tokens`` tokens of ``parent``, beyond those that ``child`` has already.
 
-    A child that has not been admitted, and is not with the same plan, is a cached prefix: only memory workers know it.
+    A child that neither this nor an earlier plan admits is a cached prefix, which only memory workers know.
     """
 
     parent: int
@@ -121,8 +123,8 @@ class Migration(msgspec.Struct, array_like=True, frozen=True):
 
     It allocates slots for them and reports when all have arrived. ``number`` counts a cluster's migrations from 1.
 
-    ``sequence`` is a carrier: nobody runs it, and it holds these tokens alone, which are the parent's. At the source it
-    shares the parent's slots, so that they stay valid whatever becomes of the parent.
+    ``sequence`` is a carrier: it is never run, and holds only these tokens, which are the parent's. At the source it
+    shares the parent's slots, so that they stay valid when the parent is released.
     """
 
     number: int
@@ -135,9 +137,11 @@ class Migration(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Switch(msgspec.Struct, array_like=True, frozen=True):
-    """Each of ``segments``, on one worker, holds these tokens of its sequence from now on, whichever held them before:
-    they are in the slots of ``carrier``, which has brought them there. All begin with the carrier's first token;
-    without an end, they are the last that a cached prefix has."""
+    """Moved tokens are used at their target from now on: each of ``segments`` replaces those that held its tokens.
+
+    The KV is in the slots of ``carrier``. All segments are on one worker and begin with the carrier's first token; one
+    without an end is the last segment of a cached prefix.
+    """
 
     carrier: int
     segments: list[Segment]
@@ -153,9 +157,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     sequences with a segment on it (``lamina.schedule.recipients``).
 
     ``turn`` counts the attentions of the lane's earlier steps. From it and ``rotates`` (whether slices rotate over
-    replicas), both ends derive which attention a message belongs to and which compute worker runs which slice.
-    ``histories`` are the tokens generated so far by sequences with penalties, if the lane's replicas may have missed
-    some because these ran in other lanes or orders.
+    replicas), workers derive which attention a message belongs to and which compute worker runs which slice.
+    ``histories`` are the tokens generated so far by sequences whose draws depend on them, for replicas that have not
+    run all of these sequences' steps.
     """
 
     step: int

@@ -1,24 +1,32 @@
 """Who takes part in a cluster: members, replicas and lanes. Pure and immutable.
 
-A member that is lost ends the epoch: engine, workers and simulator ``apply`` the topology of the next one. Messages of
-an earlier epoch are never taken for messages of a later one: see ``worker.fence``. Members that join, and those that
-leave after they have been drained, change the topology within an epoch: no message on its way has to be dropped.
+A lost member ends the epoch: engine, workers and simulator apply the topology of the next one, and ``worker.fence``
+keeps messages of the two epochs apart. Members that join, and members that leave once they have no work, change the
+topology within an epoch, since no message in flight has to be dropped.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import msgspec
 
-from lamina.core.pipeline import Pipeline
+from lamina.core.pipeline import LaneRole, Pipeline
 
 Role = Literal["compute", "memory"]
+
+Pool = Literal["prefill", "compute", "memory"]
+"""Workers that scale together. Those of ``prefill`` are compute workers whose replicas only run prompts."""
+
+
+def role_of(pool: Pool) -> Role:
+    """Return the role of a pool's workers."""
+    return "memory" if pool == "memory" else "compute"
 
 
 class Epoch(msgspec.Struct, frozen=True, order=True, array_like=True):
     """A period in which no member is lost: number ``number``, from 1, of the engine's ``incarnation``.
 
-    Links count messages from the number on: an engine that takes over workers must go on from their last one.
+    Numbers only grow, also when another engine takes over the workers: links derive their message counts from them.
     """
 
     incarnation: int
@@ -26,7 +34,6 @@ class Epoch(msgspec.Struct, frozen=True, order=True, array_like=True):
 
     @property
     def next(self) -> "Epoch":
-        """The epoch after this one."""
         return Epoch(self.incarnation, self.number + 1)
 
 
@@ -34,9 +41,12 @@ FIRST = Epoch(0, 1)
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A worker: its name, which is never used again, its role, the kind of its device, its host and its token slots.
+    """A worker.
 
-    A compute worker with token slots has both roles: its spare memory is a member of the memory pool.
+    Attributes:
+        name: never used again for another worker.
+        kind: kind of its device.
+        capacity: token slots. A compute worker that has some is in both pools.
     """
 
     name: str
@@ -47,12 +57,15 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def roles(self) -> frozenset[Role]:
-        """What it does: its role, and memory if it has token slots."""
+        """Its role, and memory if it has token slots."""
         return frozenset((self.role, "memory")) if self.capacity else frozenset((self.role,))
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """The members. The compute workers, in order, are the ranks and stages of the replicas of ``pipeline``."""
+    """Members and pipeline. Compute workers are in the order of ``pipeline``: by replica, then stage, then rank.
+
+    The first ``pipeline.prefill`` replicas only run prompts.
+    """
 
     epoch: Epoch
     members: tuple[Member, ...]
@@ -60,13 +73,18 @@ class Topology(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> frozenset[str]:
-        """All members."""
         return frozenset(member.name for member in self.members)
 
     @property
     def computes(self) -> tuple[str, ...]:
         """The compute workers, by their numbers in the pipeline."""
         return tuple(member.name for member in self.members if member.role == "compute")
+
+    @property
+    def replicas(self) -> tuple[tuple[str, ...], ...]:
+        """The compute workers of each replica, by their numbers in the pipeline."""
+        computes, count = self.computes, self.pipeline.workers
+        return tuple(computes[first : first + count] for first in range(0, len(computes), count))
 
     @property
     def capacities(self) -> dict[str, int]:
@@ -84,8 +102,7 @@ class Topology(msgspec.Struct, frozen=True):
         return frozenset(member.name for member in self.members if member.role == "compute" and member.capacity)
 
     def beyond(self, lane: int) -> frozenset[str]:
-        """Return the compute workers that hold KV to which the rows of a lane cannot attend: those of other replicas,
-        which answer no q."""
+        """Return the compute workers whose KV a lane cannot attend to: those of other replicas answer no q."""
         if not self.local:
             return frozenset()
         computes = self.computes
@@ -94,24 +111,41 @@ class Topology(msgspec.Struct, frozen=True):
     @property
     def most_tokens(self) -> int:
         """The most tokens that a request may have: of local memory, that of one replica."""
-        ranks, computes, capacities = self.pipeline.workers, self.computes, self.capacities
-        replicas = (computes[first : first + ranks] for first in range(0, len(computes), ranks))
-        own = max((sum(capacities.get(name, 0) for name in each) for each in replicas), default=0)
+        capacities = self.capacities
+        own = max((sum(capacities.get(name, 0) for name in each) for each in self.replicas), default=0)
         return own + sum(capacities[name] for name in self.memories)
 
     @property
-    def sizes(self) -> dict[Role, int]:
+    def prefills(self) -> tuple[str, ...]:
+        """The compute workers of replicas that only run prompts."""
+        return self.computes[: self.pipeline.prefill * self.pipeline.workers]
+
+    def pool_of(self, name: str) -> Pool:
+        """Return the pool of a member."""
+        if name in self.prefills:
+            return "prefill"
+        return "compute" if name in self.computes else "memory"
+
+    @property
+    def lane_roles(self) -> dict[str, LaneRole]:
+        """What the lanes of each compute worker run."""
+        pipeline = self.pipeline
+        return {name: pipeline.role(number // pipeline.workers) for number, name in enumerate(self.computes)}
+
+    @property
+    def sizes(self) -> dict[Pool, int]:
         """How many workers each pool has."""
-        return {"compute": len(self.computes), "memory": len(self.memories)}
+        prefills = len(self.prefills)
+        return {"prefill": prefills, "compute": len(self.computes) - prefills, "memory": len(self.memories)}
 
     def lacks(self, lost: Collection[str]) -> Role | None:
-        """Return the role that has no member once these are lost; None if both have."""
+        """Return the role that has no member once ``lost`` are gone; None if both roles have one."""
         left = {role for member in self.members if member.name not in lost for role in member.roles}
         return next((role for role in ("compute", "memory") if role not in left), None)
 
     @property
     def serves(self) -> bool:
-        """True if both roles have a member: otherwise requests wait."""
+        """True if both roles have a member; otherwise requests wait."""
         return self.lacks(()) is None
 
     def ranks_of(self, name: str) -> tuple[str, ...]:
@@ -122,26 +156,56 @@ class Topology(msgspec.Struct, frozen=True):
 
     def whole_replicas(self, names: Collection[str]) -> frozenset[str]:
         """Return these members, and the compute workers that share a replica with any of them."""
-        computes, count = self.computes, self.pipeline.workers
-        replicas = (computes[first : first + count] for first in range(0, len(computes), count))
-        return frozenset(names).union(*(each for each in replicas if not set(each).isdisjoint(names)))
+        return frozenset(names).union(*(each for each in self.replicas if not set(each).isdisjoint(names)))
 
     def without(self, lost: Collection[str]) -> "Topology":
-        """Return the next epoch, without these members, which have ``whole_replicas``. Without compute workers, its
-        pipeline is that of the next one."""
+        """Return the topology of the next epoch, without ``lost``, a result of ``whole_replicas``.
+
+        If no compute worker is left, the pipeline is that of a single replica.
+        """
         members = tuple(member for member in self.members if member.name not in lost)
         replicas = max(1, sum(member.role == "compute" for member in members) // self.pipeline.workers)
-        pipeline = self.pipeline if replicas == self.pipeline.replicas else self.pipeline.with_replicas(replicas)
-        return Topology(self.epoch.next, members, pipeline)
+        prefill = sum(name not in lost for name in self.prefills) // self.pipeline.workers
+        return Topology(self.epoch.next, members, self.pipeline.with_replicas(replicas, prefill))
 
-    def joined(self, member: Member, pipeline: Pipeline) -> "Topology":
-        """With another member, in the same epoch. ``pipeline``: for the replicas that there are then."""
-        if member.name in self.names:
-            raise ValueError(f"{member.name} is a member already")
-        return Topology(self.epoch, (*self.members, member), pipeline)
+    def joined(self, joiners: Sequence[Member], pipeline: Pipeline) -> "Topology":
+        """Return the topology with more members, in the same epoch.
+
+        Args:
+            joiners: A memory worker, or all compute workers of a replica.
+            pipeline: The pipeline with the replicas that there are then. If more of them only run prompts, the joiners
+                do; else they come last.
+
+        Raises ValueError if a joiner is a member already.
+        """
+        if again := self.names & {joiner.name for joiner in joiners}:
+            raise ValueError(f"{', '.join(sorted(again))} is a member already")
+        members = (*self.members, *joiners)
+        if pipeline.prefill > self.pipeline.prefill:
+            return self._with_prefills((*self.prefills, *(joiner.name for joiner in joiners)), members, pipeline)
+        return Topology(self.epoch, members, pipeline)
+
+    def turned(self, names: Collection[str], pipeline: Pipeline) -> "Topology":
+        """Return the topology in which a replica has the other role, in the same epoch: it only runs prompts if it did
+        not, else it does no more.
+
+        Args:
+            names: All compute workers of the replica.
+            pipeline: For the roles that there are then.
+        """
+        prefills = [name for name in self.prefills if name not in names]
+        if len(prefills) == len(self.prefills):
+            prefills += [name for name in self.computes if name in names]
+        return self._with_prefills(prefills, self.members, pipeline)
+
+    def _with_prefills(self, prefills: Sequence[str], members: Sequence[Member], pipeline: Pipeline) -> "Topology":
+        """Return the topology of these members in which ``prefills`` come first."""
+        by_name = {member.name: member for member in members}
+        first = tuple(by_name[name] for name in prefills)
+        return Topology(self.epoch, (*first, *(one for one in members if one.name not in prefills)), pipeline)
 
     def left(self, leaver: str, pipeline: Pipeline) -> "Topology":
-        """Without a member that does nothing any more, in the same epoch. ``pipeline``: for the replicas left.
+        """Return the topology without an idle member, in the same epoch. ``pipeline`` has the replicas left.
 
         Raises ValueError if a role would have no member.
         """

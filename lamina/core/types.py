@@ -52,7 +52,6 @@ class KvElement(enum.Enum):
 
     @property
     def scaled(self) -> bool:
-        """Whether rows have scales."""
         return self in (KvElement.INT8, KvElement.FP8)
 
     def row_nbytes(self, size: int) -> int:
@@ -69,8 +68,8 @@ Quantization = Literal["none", "int8", "int4", "fp8"]
 ActivationDType = Literal["auto", "int8"]
 """Setting of the element type of what linear layers multiply by weights held as codes: auto for the model's."""
 
-ToolCallParser = Literal["auto", "none", "hermes", "mistral", "llama3_json", "deepseek_v3"]
-ReasoningParserName = Literal["auto", "none", "deepseek_r1", "mistral"]
+ToolCallParser = Literal["auto", "none", "hermes", "mistral", "llama3_json", "deepseek_v3", "openai"]
+ReasoningParserName = Literal["auto", "none", "deepseek_r1", "mistral", "openai_gptoss"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ Polling = Literal["auto", "device", "host"]
 """Setting of who polls for messages to a memory worker on a GPU: the GPU itself, or the host."""
 
 Balance = Literal["auto", "off", "bandwidth", "throughput", "ledger"]
-"""Setting of the policy of ``lamina.kv.policies`` that moves KV; "off": none; "auto": see ``policy_for`` there."""
+"""Setting of the policy of ``lamina.kv.balancing`` that moves KV; "off": none; "auto": see ``policy_for`` there."""
 
 MOST_MINI_BATCHES = 15
 
@@ -326,8 +325,8 @@ class SamplingParams:
             token; None: none. The prompt then runs one token per step, as slowly as decoding.
         truncate_prompt_tokens: keep this many of the prompt's last tokens; -1: as many as leave room for
             ``max_tokens`` in the context, or for one token without a limit.
-        priority: a request with a smaller number goes first where the server's ``policy`` is priority; otherwise
-            without effect.
+        priority: a request with a smaller number goes first where the server's ``policy`` is priority. Under any
+            policy, its prefix stays longer in the cache: a step is worth 1,000 requests, and 10 steps at most count.
         cache_salt: text of at most 256 characters. Only requests with equal salts share cached prefixes, so that nobody
             else can find out from response times what these prompts begin with.
         use_beam_search: search with ``n`` beams, at least 2, and return the ``n`` best completions, best first, like

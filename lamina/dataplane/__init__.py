@@ -1,1 +1,1 @@
-"""The data plane: messages of q, k, v and partials between workers, over links."""
+"""The data plane: messages with q, k, v and partials between workers, over links."""

@@ -1,20 +1,20 @@
 """Messages over one link, in slots that the receiver leased to the sender, with credits.
 
-Each side of a link has ``SLOTS`` slots for the other's messages. A sender uses a slot only when its receiver has freed
-it, and knows that by a counter per slot: uses freed so far. The counters travel in the header of the next message that
-goes the other way; they are rung (``Channel.flush``) only once the sender may know of no free slot. A message without a
-slot is kept and sent when a slot is freed; it never blocks its worker.
+Each side of a link has ``SLOTS`` slots for the other's messages. A credit is a counter per slot: how many of its uses
+the receiver has freed. Credits travel in the header of the next message in the other direction; a doorbell is rung for
+them (``Channel.flush``) only once the sender may know of no free slot. A message without a slot is kept and sent when a
+slot is freed; it never blocks its worker.
 
 The number of a slot's doorbell says how often the slot has been used and which piece of the message has arrived
-(``wire.slot_number``); the header says which lane the message belongs to, so that any lane may use any slot.
+(``wire.slot_number``). The header says which lane the message belongs to, so that any lane may use any slot.
 
-A message that is larger than a slot, and K and V of prompt chunks, are laid out in a pooled region of the sender's own
-arena and fetched by the receiver (``dataplane.fetching``), who counts what it has fetched. These regions are numbered
-in the order in which they are announced, and released in that order.
+A message that is larger than a slot, and K and V of prompt chunks, are laid out in a pooled region of the sender's
+arena, and the receiver fetches them (``dataplane.fetching``). Regions are numbered in the order in which they are
+announced, and released in that order.
 
-Nothing deadlocks: a memory worker needs no credit to serve a request, which frees its slot; a compute worker needs none
-to copy a reply out of its slot (``compute.mail``); and both fetch without waiting for anybody. So every slot and
-region is freed at some time, and every kept message is sent.
+There is no deadlock: without any credit, a memory worker can serve a request, which frees its slot, a compute worker
+can copy a reply out of its slot (``compute.mail``), and both can fetch. So every slot and region is freed eventually,
+and every kept message is sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from lamina.dataplane.leases import (
     ALIGNMENT,
     ARRIVED,
     FETCHED,
-    GIVEN_BACK,
+    FREED,
     HEADER_NBYTES,
     SLOTS,
     Lease,
@@ -37,7 +37,7 @@ from lamina.dataplane.slot import HEADER, Body, Place, SlotCredits, lane_of, pac
 from lamina.dataplane.wire import MOST_PIECES, slot_number
 from lamina.transport.base import Arena, Buffer, Endpoint, Part, Peer, Target, part_nbytes
 
-SLOT, INBOX = int(Place.SLOT), int(Place.INBOX)  # compared for every message: members of an enum take five times longer
+SLOT, INBOX = int(Place.SLOT), int(Place.INBOX)  # plain numbers, which compare five times faster than enum members
 
 
 @dataclass(eq=False, slots=True)
@@ -45,12 +45,12 @@ class Arrival:
     """A message that has begun to arrive.
 
     Attributes:
-        slot: -1 once the slot is freed.
-        body: its bytes in the slot, or uint8 [nbytes] of the device in the inbox, until ``free``; None: to be fetched,
-            ``nbytes`` from ``fetched_at`` on.
-        fetched_at: where the region of this message lies in the sender's arena, -1 without a region.
-        number: of the region.
-        readers: how many still read the region; the last reader releases it.
+        slot: slot of the message; -1 once it is freed.
+        body: bytes of the body, in the slot or as uint8 [nbytes] in the device's inbox, valid until ``free``. None: the
+            receiver must fetch ``nbytes`` from ``fetched_at`` on.
+        fetched_at: offset of the message's region in the sender's arena; -1 without a region.
+        number: number of the region.
+        readers: how many still read the region; the last one releases it.
     """
 
     channel: "Channel"
@@ -65,17 +65,17 @@ class Arrival:
 
     @property
     def bulk_at(self) -> int:
-        """Where K and V of prompt chunks lie in the sender's arena."""
+        """Offset of K and V of prompt chunks in the sender's arena."""
         return self.fetched_at + (0 if self.body is not None else aligned(self.nbytes))
 
     @property
     def whole(self) -> Buffer | Any:
-        """The body, which must be here."""
+        """The body, which must not need fetching."""
         assert self.body is not None
         return self.body
 
     def set_aside(self) -> None:
-        """Copy the body out of its slot, to the host."""
+        """Copy the body out of its slot into host memory, and free the slot."""
         if self.slot >= 0:
             body = self.whole
             self.body = memoryview(bytearray(body)) if isinstance(body, memoryview) else self.channel.copied(body)
@@ -95,14 +95,12 @@ class Arrival:
 
 
 class Message:
-    """A message to a peer: pieces sent one after another, at once if it has a slot, otherwise once it has one.
-
-    Made by ``Channel.begin``.
+    """A message to a peer, made by ``Channel.begin``. Its pieces are sent at once if it has a slot, else later.
 
     Attributes:
-        slot: -1 while the message is kept.
-        region: where the bytes to be fetched lie.
-        number: of the region.
+        slot: slot in the peer's arena; -1 while the message is kept.
+        region: offset of the bytes that the peer fetches.
+        number: number of the region.
         piece: which piece of the body is sent next.
         at: byte of the body at which that piece begins.
     """
@@ -120,7 +118,7 @@ class Message:
         self._later: list[Callable[[], None]] = []
 
     def lay_out(self, at: int, parts: Sequence[Part]) -> None:
-        """Put parts at byte ``at`` of the message's bulk, for its receiver to fetch."""
+        """Write parts at byte ``at`` of the bulk data, which the receiver fetches."""
         if self.slot < 0:
             kept = self._kept(parts)
             self._later.append(lambda: self.lay_out(at, kept))
@@ -142,7 +140,7 @@ class Message:
         return [_buffer(part).tobytes() for part in parts] if self._copies else parts
 
     def send_kept(self) -> None:
-        """Send what was kept, now that there is a slot."""
+        """Send the kept pieces, now that the message has a slot."""
         later, self._later = self._later, []
         for action in later:
             action()
@@ -152,21 +150,21 @@ class Channel:
     """One end of a link.
 
     Attributes:
-        name: the peer's.
-        most_nbytes: of a message's body in a slot.
-        slots: memory that the peer writes messages into.
-        awaited: the slots that a piece may arrive in, each with what announces it.
-        bodies: of messages in the peer's slots, if a device of this process writes there; else empty.
-        writes_inbox: ``bodies`` are in the peer's inbox.
-        post_apart: posts the body to the peer's inbox, and the header to a slot, see ``SharesMemory.post_apart``; None:
+        name: name of the peer.
+        most_nbytes: most bytes of a message's body in a slot.
+        slots: memory into which the peer writes messages.
+        awaited: by slot in which a piece may arrive: the doorbell and the number that announce it.
+        bodies: by slot of the peer: where a device of this process writes the body; empty if it cannot.
+        writes_inbox: True if ``bodies`` are in the peer's inbox.
+        post_apart: writes the body to the peer's inbox and the header to a slot (``SharesMemory.post_apart``); None:
             both go into a slot.
-        inbox: by slot here, where bodies may arrive besides; empty without an inbox.
-        settle_inbox: to call before a body in the inbox is read.
+        inbox: by slot of this side: where else bodies may arrive; empty without an inbox.
+        settle_inbox: called before a body in the inbox is read.
         copied: copies a body from the inbox to the host.
     """
 
     def __init__(self, endpoint: Endpoint, peer: Peer, arena: Arena, hub: "Hub", own: Lease, theirs: Lease) -> None:
-        """``own``: what the peer may write into here; ``theirs``: what this side may write into there."""
+        """``own`` is the peer's lease of this arena, ``theirs`` is this side's lease of the peer's arena."""
         self.name = peer.name
         self.hub = hub
         hub.channels.append(self)
@@ -192,15 +190,15 @@ class Channel:
     def restart(self, first: int) -> None:
         """Drop all messages; both ends count uses of slots and regions from ``first`` on."""
         self._drop_messages()
-        # Outgoing: the peer's slots; regions announced, and regions fetched.
+        # Outgoing: credits for the peer's slots; regions announced, and regions fetched.
         self._slots_there = SlotCredits(SLOTS, first)
         self._announced, self._fetched_there = first, first
-        # Incoming: uses of the own slots freed, and the next piece of each slot.
+        # Incoming: freed uses of each slot, and the next piece in each slot.
         self._freed, self._piece = [first] * SLOTS, [0] * SLOTS
         self.awaited: dict[int, Target] = {slot: self._target(slot) for slot in range(len(self.slots))}
         self._fetched, self._finished = first, set[int]()
-        self._told = [first] * SLOTS, first  # what the peer knows of both
-        self._untold, self._known = 0, SLOTS  # free slots that it does not know of, and that it may know of
+        self._told = [first] * SLOTS, first  # freed uses by slot, and regions fetched, that the peer was told of
+        self._untold, self._known = 0, SLOTS  # free slots that the peer does not know of, and that it may know of
 
     # Sending
 
@@ -213,23 +211,23 @@ class Channel:
         if message.region_nbytes > self.hub.nbytes:
             raise ValueError(f"{message.region_nbytes} bytes do not fit into a pool of {self.hub.nbytes} bytes")
         if self.hub.keeping:
-            self.hub.go_on()  # kept messages come first
+            self.hub.send_kept()  # kept messages come first
         if not self._admit(message):
             self._kept.append(message)
             self.hub.keeping.add(self)
-            self.hub.go_on()
+            self.hub.send_kept()
         return message
 
     def place(self, nbytes: int) -> int | None:
-        """Take a slot for a message that is written there, to ``bodies``, before it is sent; None if it cannot be."""
+        """Use a slot for a message that a device writes to ``bodies`` before it is sent; None if that cannot be."""
         if self.hub.keeping or nbytes > self.most_nbytes or not self.bodies:
             return None
         return self._slots_there.use(self._read_slots)
 
     def send_message(self, lane: int, turn: int, nbytes: int, parts: Sequence[Part], slot: int | None = None) -> None:
-        """Send a message of a single piece: ``begin`` and ``send_piece`` in one call, for half of their time.
+        """Send a message of a single piece, in half the time of ``begin`` and ``send_piece``. Raises PeerLostError.
 
-        ``slot``: the message has been written there, see ``place``, and has no parts. Raises PeerLostError.
+        ``slot``: result of ``place``, if the body was written there; then there are no ``parts``.
         """
         assert slot is None or not parts
         place = INBOX if self.post_apart or (slot is not None and self.writes_inbox) else SLOT
@@ -247,7 +245,7 @@ class Channel:
         self._endpoint.post(self._peer, self._places[slot], room, (header, *parts), self._there[slot], number)
 
     def _header(self, first: int, lane: int, place: int, turn: int, nbytes: int, region: int, number: int) -> bytes:
-        """Return the header of a message, whose first piece is announced by ``first``. It brings the peer credits."""
+        """Return the header of a message, with credits for the peer. ``first`` is the number of its first piece."""
         header = pack(first, lane, place, turn, nbytes, region, number, self._fetched, *self._freed)
         if self._untold or self in self.hub.owing:
             self._tell()
@@ -274,7 +272,7 @@ class Channel:
         if slot is None:
             return False
         if message.region_nbytes:
-            region = self.hub.regions.take(message.region_nbytes)
+            region = self.hub.regions.allocate(message.region_nbytes)
             if region is None:
                 return False
             self._announced += 1
@@ -293,28 +291,28 @@ class Channel:
         self._slots_there.unbook(lane)
 
     def read_credits(self) -> None:
-        """Read the credits that the peer has rung. ``Hub.go_on`` must follow: another message may wait for a region."""
+        """Read the credits that the peer has rung. ``Hub.send_kept`` must follow."""
         self._read_slots()
         self._release_regions(self._arena.sequence(self._own.doorbell + FETCHED))
 
     def _read_slots(self) -> None:
-        bell = self._own.doorbell + GIVEN_BACK
-        self._slots_there.give_back([self._arena.sequence(bell + slot) for slot in range(SLOTS)])
+        bell = self._own.doorbell + FREED
+        self._slots_there.record_freed([self._arena.sequence(bell + slot) for slot in range(SLOTS)])
 
     def _release_regions(self, fetched: int) -> None:
         while self._fetched_there < fetched:
             self._fetched_there += 1
-            self.hub.regions.give(*self._regions.pop(0))
+            self.hub.regions.deallocate(*self._regions.pop(0))
 
     @property
     def credits(self) -> list[Target]:
-        """Doorbells to wait for, each of which gives back a slot or a region."""
+        """Doorbells to wait for, each of which frees a slot or a region."""
         bell = self._own.doorbell
         there = self._slots_there
-        targets = [(bell + GIVEN_BACK + slot, there.given_back[slot] + 1) for slot in there.outstanding]
+        targets = [(bell + FREED + slot, there.freed[slot] + 1) for slot in there.outstanding]
         return targets + ([(bell + FETCHED, self._fetched_there + 1)] if self._regions else [])
 
-    def go_on(self) -> None:
+    def send_kept(self) -> None:
         """Send the kept messages that can be sent now. Raises PeerLostError."""
         for message in list(self._kept):
             if self._admit(message):
@@ -324,14 +322,14 @@ class Channel:
             self.hub.keeping.discard(self)
 
     def end(self) -> None:
-        """Drop what was kept, and release all regions. Called by ``Hub.forget``."""
+        """Drop kept messages, and release all regions. Called by ``Hub.forget``."""
         self._has_ended = True
         self._drop_messages()
 
     def _drop_messages(self) -> None:
         self._kept.clear()
         while self._regions:
-            self.hub.regions.give(*self._regions.pop())
+            self.hub.regions.deallocate(*self._regions.pop())
 
     # Receiving
 
@@ -348,11 +346,11 @@ class Channel:
         self.awaited[slot] = self._target(slot)
 
     def read(self, slot: int) -> Arrival:
-        """Return the message whose first piece has arrived in a slot. ``Hub.go_on`` must follow: it may bring
-        credits."""
+        """Return the message whose first piece has arrived in a slot, and read its credits. ``Hub.send_kept`` must
+        follow."""
         view = self.slots[slot]
-        lane, place, _, _, turn, nbytes, at, number, fetched, *given_back = HEADER.unpack_from(view)
-        self._slots_there.give_back(given_back)
+        lane, place, _, _, turn, nbytes, at, number, fetched, *freed = HEADER.unpack_from(view)
+        self._slots_there.record_freed(freed)
         self._release_regions(fetched)
         self._known -= 1
         if self._untold and not self._known:
@@ -371,15 +369,15 @@ class Channel:
         return lane_of(self.slots[slot], number) if self._arena.sequence(doorbell) >= number else None
 
     def settle(self, slot: int, number: int, header: bytes) -> None:
-        """Record that a device has read a message and freed its slot. ``Hub.go_on`` must follow.
+        """Record that a device has read a message and freed its slot. ``Hub.send_kept`` must follow.
 
         Args:
-            slot: where the message was.
-            number: of the slot's doorbell.
-            header: of the message.
+            slot: slot of the message.
+            number: number of the slot's doorbell.
+            header: header of the message.
         """
-        fetched, *given_back = HEADER.unpack(header)[-1 - SLOTS :]
-        self._slots_there.give_back(given_back)
+        fetched, *freed = HEADER.unpack(header)[-1 - SLOTS :]
+        self._slots_there.record_freed(freed)
         self._release_regions(fetched)
         uses = (number - 1) // MOST_PIECES + 1
         if uses > self._freed[slot]:
@@ -389,7 +387,7 @@ class Channel:
 
     @property
     def unread(self) -> list[int]:
-        """By slot: the lowest number that announces a message that has not been freed."""
+        """By slot: the lowest doorbell number that announces a message not yet freed."""
         return [slot_number(freed, 0) for freed in self._freed]
 
     def free(self, slot: int) -> None:
@@ -410,12 +408,12 @@ class Channel:
             self._owe()
 
     def flush(self) -> None:
-        """Ring the slots freed and regions fetched that the peer does not know of. Raises PeerLostError."""
+        """Ring the credits that the peer does not know of. Raises PeerLostError."""
         (freed, fetched), bell = self._told, self._theirs.doorbell
         self._tell()
         for slot in range(SLOTS):
             if freed[slot] < self._freed[slot]:
-                self._endpoint.ring(self._peer, bell + GIVEN_BACK + slot, self._freed[slot])
+                self._endpoint.ring(self._peer, bell + FREED + slot, self._freed[slot])
         if fetched < self._fetched:
             self._endpoint.ring(self._peer, bell + FETCHED, self._fetched)
 
@@ -431,15 +429,15 @@ class Channel:
 
 
 class Hub:
-    """What all channels of a worker share: the pool of regions that peers fetch from, and who has something to do.
+    """What all channels of a worker share: the pool of regions that peers fetch from, and the channels with work to do.
 
     Attributes:
-        channels: all of them.
+        channels: all channels.
         keeping: channels with messages that wait for a slot or a region.
-        owing: channels whose peer may wait for a slot or a region of which it has not been told.
-        regions: bytes of the pool, which messages take.
-        nbytes: of the pool.
-        sequence: what a doorbell of this worker was last rung with.
+        owing: channels whose peer may wait for credits that were not sent yet.
+        regions: allocator of the pool.
+        nbytes: bytes of the pool.
+        sequence: returns the number with which a doorbell of this worker was last rung.
     """
 
     def __init__(self, arena: Arena, pool: tuple[int, int]) -> None:
@@ -453,24 +451,24 @@ class Hub:
         self.nbytes = pool[1] - pool[0]
 
     def flush(self) -> None:
-        """Send peers the credits that they may wait for. Raises PeerLostError."""
+        """Ring the credits that peers may wait for. Raises PeerLostError."""
         while self.owing:
             next(iter(self.owing)).flush()
 
     @property
     def credits(self) -> list[Target]:
         """Doorbells to wait for, each of which may let a kept message be sent; empty if none is kept."""
-        # A region that any peer has fetched makes room for a message to any other.
+        # A region fetched by one peer frees memory for a message to any other peer.
         return [target for channel in self.channels for target in channel.credits] if self.keeping else []
 
-    def go_on(self) -> None:
+    def send_kept(self) -> None:
         """Read credits and send the kept messages that can be sent now. Raises PeerLostError."""
         if not self.keeping:
             return
         for channel in self.channels:
             channel.read_credits()
         for channel in [channel for channel in self.channels if channel in self.keeping]:
-            channel.go_on()
+            channel.send_kept()
 
     def forget(self, channel: Channel) -> None:
         """End a channel: drop its kept messages, and release the regions that its peer has not fetched."""
@@ -480,7 +478,7 @@ class Hub:
         channel.end()
 
     def restart(self, topology: Topology) -> None:
-        """Drop all messages, and count above all earlier numbers, as the peers that stay do; end all other channels."""
+        """Begin an epoch: drop all messages, count from ``first_use`` on, and end the channels to lost peers."""
         self.keeping.clear()
         self.owing.clear()
         for channel in list(self.channels):
@@ -498,8 +496,8 @@ class Hub:
 
 
 def first_use(epoch: Epoch) -> int:
-    """Return a number above those of all earlier epochs, with room for 2^40 uses of a slot in each. A doorbell has 64
-    bits, which are enough for 500,000 epochs."""
+    """Return the count of uses at which an epoch begins. It leaves 2^40 uses of a slot to each epoch; a doorbell's 64
+    bits are enough for 500,000 epochs."""
     return epoch.number << 40
 
 

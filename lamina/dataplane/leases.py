@@ -1,11 +1,11 @@
-"""Leases parts of a worker's arena to the peers that may write there, from when a link is made until it has ended.
+"""Layout of a worker's arena, and the leases of its parts to the peers that may write there. Pure.
 
-Pure: the arena's owner keeps the leases and tells every peer its lease. A later lease never moves an earlier one, so
-that a worker can join while others exchange messages.
+The arena's owner keeps the leases and tells every peer its lease. A later lease never moves an earlier one, so a worker
+can join while others exchange messages.
 
-The arena begins with what its owner uses itself: landing slots that fetched bytes arrive in, staging slots of segments
-that move away, and the pool of what peers fetch. Leases follow. Address space is reserved for later links: untouched
-pages of an anonymous file cost nothing. RDMA pins all of an arena, so that nothing is reserved where it may be used.
+The arena begins with what its owner uses: landing slots, in which fetched bytes arrive, staging slots for segments that
+move to another worker, and the pool of regions that peers fetch. Leases follow. Address space is reserved for later
+links, since untouched pages of an anonymous file cost nothing; not with RDMA, which pins the whole arena.
 """
 
 import bisect
@@ -19,36 +19,37 @@ from lamina.dataplane.wire import reply_nbytes, request_nbytes
 from lamina.transport.arena import PAGE
 
 ALIGNMENT = 64  # slots start at cache lines, which vector loads prefer too
-SLOTS = 2  # messages that may be on their way at once over a link, in each direction
-SLOT_ROWS = 256  # most rows that a slot has room for; larger messages are fetched, which copies them twice more
+SLOTS = 2  # messages in flight over a link, in each direction
+SLOT_ROWS = 256  # most rows of a slot; larger messages are fetched, which copies them twice more
 LEAST_SLOT_ROWS = 64
-SLOT_ROWS_OF_ALL = 4096  # of all links of a worker together, unless each would have fewer than ``LEAST_SLOT_ROWS``
+SLOT_ROWS_OF_ALL = 4096  # slot rows of all links of a worker together, if each link has ``LEAST_SLOT_ROWS``
 HEADER_NBYTES = 64  # in front of the message in every slot
 PROOF_NBYTES = 64  # at the beginning of every lease
-VERDICT = PROOF_NBYTES - 1  # the owner's byte in there: 1 if the proof of the peer's device has arrived in the inbox
+VERDICT = PROOF_NBYTES - 1  # byte of the proof that the owner sets: 1 if the proof of the peer's device has arrived
 # Doorbells of a lease, counted from its first. The owner of the arena waits on them, the peer rings.
 PROOF = 0
-ARRIVED = 1  # by slot: a piece of a message is in it
-GIVEN_BACK = ARRIVED + SLOTS  # by slot of the peer's arena: uses freed
-FETCHED = GIVEN_BACK + SLOTS  # regions fetched
+ARRIVED = 1  # one per slot of the lease: a piece of a message has arrived
+FREED = ARRIVED + SLOTS  # one per slot in the peer's arena: freed uses
+FETCHED = FREED + SLOTS  # regions fetched
 DOORBELLS = FETCHED + 1
-POOLED_MESSAGES = 4  # of the largest size that the pool has room for
-LANDINGS = 4  # fetches that a worker has in flight at once
-LANDING_NBYTES = 128 << 10  # of a fetch: a message may have to wait for one
-SUMS_NBYTES = 1 << 20  # of a slot between two ranks: larger tensors are added up in pieces
-ORDER_NBYTES = 512  # at the end of such a slot, for the order of slices, see compute.ranks
-SPARE_LINKS = 64  # that address space is reserved for
-STAGING_SLOTS = 2  # one piece of a segment is laid out while the one before travels
+POOLED_MESSAGES = 4  # messages of the largest size that fit into the pool
+LANDINGS = 4  # most fetches of a worker in flight
+LANDING_NBYTES = 128 << 10  # least size of a landing slot; larger ones would delay messages that wait for a fetch
+SUMS_NBYTES = 1 << 20  # bytes of a slot between two ranks; larger tensors are summed in pieces
+ORDER_NBYTES = 512  # bytes at the end of a slot between ranks, for the order of slices (``compute.ranks``)
+SPARE_LINKS = 64  # links of workers that join later, for which address space is reserved
+STAGING_SLOTS = 2  # one piece of a segment is written while the piece before is fetched
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """Bytes [offset, offset + nbytes) and ``DOORBELLS`` doorbells from ``doorbell`` on of an arena, for one peer.
+    """The part of an arena that one peer may write: bytes [offset, offset + nbytes), and ``DOORBELLS`` doorbells from
+    ``doorbell`` on.
 
-    The proof that the link works comes first, then ``SLOTS`` slots of equal size: none if ``nbytes`` leaves no room.
+    The proof that the link works comes first, then ``SLOTS`` slots of equal size; none if ``nbytes`` is too small.
 
     Attributes:
-        inbox: what the peer's device opens the inbox (``transport.device.inboxes``) with; empty without an inbox.
-        inbox_key: what the peer's NIC writes into the inbox with; empty if it cannot.
+        inbox: handle with which the peer's device opens the inbox (``transport.device.inboxes``); empty without one.
+        inbox_key: key with which the peer's NIC writes into the inbox; empty if it cannot.
     """
 
     offset: int
@@ -80,7 +81,7 @@ class Space:
         start = self._aligned(start)
         self._free = [(start, stop)] if start < stop else []  # sorted; no two touch
 
-    def take(self, count: int) -> int | None:
+    def allocate(self, count: int) -> int | None:
         """Allocate the lowest free part of ``count`` numbers, and return its start; None if there is no such part."""
         count = self._aligned(count)
         for index, (start, stop) in enumerate(self._free):
@@ -89,8 +90,8 @@ class Space:
                 return start
         return None
 
-    def give(self, start: int, count: int) -> None:
-        """Free what ``take`` returned for this count. Raises ValueError if any of it is free."""
+    def deallocate(self, start: int, count: int) -> None:
+        """Free a result of ``allocate`` for the same count. Raises ValueError if any of it is free."""
         stop = start + self._aligned(count)
         if start == stop:
             return
@@ -114,9 +115,9 @@ class ArenaPlan(msgspec.Struct, frozen=True):
 
     Attributes:
         landing_nbytes: most bytes of a fetch; 0: this worker fetches nothing.
-        stages: segments may move away from here.
-        pool_nbytes: for what peers fetch.
-        leased_nbytes: for leases.
+        stages: True if segments may move from this worker to another.
+        pool_nbytes: bytes for regions that peers fetch.
+        leased_nbytes: bytes for leases.
         links: most leases.
     """
 
@@ -127,11 +128,11 @@ class ArenaPlan(msgspec.Struct, frozen=True):
     links: int
 
     def landing(self, number: int) -> int:
-        """Return where a landing slot begins; its number is that of its doorbell."""
+        """Return the offset of a landing slot, whose doorbell has the same number."""
         return number * aligned(self.landing_nbytes)
 
     def staging(self, number: int) -> int:
-        """Return where piece ``number`` of a segment that moves away is laid out."""
+        """Return the offset of the staging slot for piece ``number`` of a segment that moves."""
         return self.landing(LANDINGS + number % STAGING_SLOTS)
 
     @property
@@ -147,18 +148,16 @@ class ArenaPlan(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """All bytes of the arena."""
         return self.leased_at + self.leased_nbytes
 
     @property
     def doorbells(self) -> int:
-        """All doorbells of the arena."""
         return LANDINGS + self.links * DOORBELLS
 
 
 class Leases:
-    """The leases of one arena, each in pages of its own: copies from registered memory must not span two
-    registrations, and a device registers a lease as a whole."""
+    """Allocates the leases of one arena. Each begins at a page, since a device registers a lease as a whole, and copies
+    must not span two registrations."""
 
     def __init__(self, plan: ArenaPlan) -> None:
         self._bytes = Space(plan.leased_at, plan.nbytes, PAGE)
@@ -170,34 +169,34 @@ class Leases:
         Raises TransportError if the arena has no room.
         """
         nbytes = PROOF_NBYTES + SLOTS * slot_nbytes
-        offset, doorbell = self._bytes.take(nbytes), self._doorbells.take(DOORBELLS)
+        offset, doorbell = self._bytes.allocate(nbytes), self._doorbells.allocate(DOORBELLS)
         if offset is not None and doorbell is not None:
             return Lease(offset, nbytes, doorbell)
         if offset is not None:
-            self._bytes.give(offset, nbytes)
+            self._bytes.deallocate(offset, nbytes)
         if doorbell is not None:
-            self._doorbells.give(doorbell, DOORBELLS)
+            self._doorbells.deallocate(doorbell, DOORBELLS)
         missing = f"{nbytes} free bytes" if offset is None else f"{DOORBELLS} free doorbells"
         raise TransportError(f"the arena has no {missing} for another link; release a link, or make a larger arena")
 
     def end_lease(self, lease: Lease) -> None:
-        """Free a part of the arena. Only once its peer provably cannot write any more."""
-        self._bytes.give(lease.offset, lease.nbytes)
-        self._doorbells.give(lease.doorbell, DOORBELLS)
+        """Free a part of the arena, whose peer must not be able to write any more."""
+        self._bytes.deallocate(lease.offset, lease.nbytes)
+        self._doorbells.deallocate(lease.doorbell, DOORBELLS)
 
 
 class Messages(msgspec.Struct, frozen=True):
     """The sizes of a cluster's messages in bytes.
 
     Attributes:
-        request: of a slot for requests, see ``dataplane.wire``.
-        reply: of a slot for replies.
-        context: of a slot for contexts; 0: no context is sent.
-        fetched_from_compute: most that a compute worker's message leaves to be fetched.
-        fetched_from_memory: most that a memory worker's message leaves to be fetched.
-        landing: most that one fetch brings.
-        slot_rows: see the function of this name.
-        sums: of a slot between the ``ranks`` of a replica; 0: there is one rank.
+        request: bytes of a slot for requests (``dataplane.wire``).
+        reply: bytes of a slot for replies.
+        context: bytes of a slot for contexts; 0: no context is sent.
+        fetched_from_compute: most bytes to be fetched for a compute worker's message.
+        fetched_from_memory: most bytes to be fetched for a memory worker's message.
+        landing: most bytes of one fetch.
+        slot_rows: rows that a slot holds.
+        sums: bytes of a slot between the ``ranks`` of a replica; 0: there is one rank.
     """
 
     request: int
@@ -227,10 +226,8 @@ class Messages(msgspec.Struct, frozen=True):
 
 
 def slot_rows(rows: int, links: int) -> int:
-    """Return the rows that a slot has room for, in steps of at most ``rows``.
-
-    ``links``: of a worker at the start. The more links, the fewer rows of a step travel over each.
-    """
+    """Return the rows that a slot holds, for steps of at most ``rows`` rows and workers with ``links`` links at the
+    start: the more links, the fewer rows of a step travel over each."""
     return min(rows, SLOT_ROWS, max(LEAST_SLOT_ROWS, SLOT_ROWS_OF_ALL // links))
 
 
@@ -239,9 +236,7 @@ def messages(
 ) -> Messages:
     """Return the sizes for steps of at most ``rows`` rows.
 
-    Args:
-        context_nbytes: of the context between replicas; 0: no context is sent.
-        links: see ``slot_rows``.
+    ``context_nbytes`` is the size of a context for ``rows`` rows; 0: no context is sent.
     """
     few = slot_rows(rows, links)
     context = aligned(-(-context_nbytes * few // rows))
@@ -259,7 +254,7 @@ def messages(
 
 
 def lease_nbytes(slot_nbytes: int) -> int:
-    """Return the bytes of an arena that a lease with slots of this size takes."""
+    """Return the bytes of a lease with slots of this size, in whole pages."""
     return _whole_pages(PROOF_NBYTES + SLOTS * slot_nbytes)
 
 
@@ -268,5 +263,5 @@ def _whole_pages(nbytes: int) -> int:
 
 
 def aligned(nbytes: int) -> int:
-    """Round ``nbytes`` up to where a slot may start."""
+    """Round ``nbytes`` up to a multiple of ``ALIGNMENT``."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,6 +1,6 @@
 """The slots of a link: the header of a message, the credits to use a slot, and slots that a device reads or writes.
 
-``dataplane.channel`` says how messages use them.
+``dataplane.channel`` describes how messages use slots.
 """
 
 import enum
@@ -21,11 +21,11 @@ from lamina.transport.device.inboxes import Inbox
 from lamina.transport.device.slots import Incoming, Outgoing, PolledSlots
 
 HEADER = struct.Struct(f"<HBxHHQQqQQ{SLOTS}Q")
-"""Lane, where the body is (``Place``), low bits of the turn and of the number that announces the first piece, turn,
-bytes of the body, where what is fetched lies (or -1), its number, regions fetched so far of those announced to this
-receiver, uses freed of each of its slots.
+"""Fields: lane; place of the body (``Place``); low bits of the turn; low bits of the first piece's number; turn; bytes
+of the body; offset of the region to fetch, or -1; number of the region; credits for the receiver: regions fetched, and
+freed uses of each slot.
 
-The first word tells a message from all others of its slot, even while the next one is being written."""
+The first word identifies a message among all of its slot, even while the next message is being written."""
 
 assert HEADER.size <= HEADER_NBYTES == 8 * device_slots.HEADER_WORDS and SLOTS == device_slots.SLOTS
 _WORD = struct.Struct("Q")  # native: read at once
@@ -37,19 +37,13 @@ class Place(enum.IntEnum):
 
     SLOT = 0
     FETCHED = 1
-    """In the sender's arena, from where it is to be fetched."""
+    """In the sender's arena; the receiver fetches it."""
     INBOX = device_slots.IN_INBOX
-    """In the receiver's inbox, at the place of the slot."""
+    """In the receiver's inbox, in the part that belongs to the slot."""
 
 
 def pack(first: int, lane: int, place: int, turn: int, *others: int) -> bytes:
-    """Return a header.
-
-    Args:
-        first: number of the message's first piece.
-        place: see ``Place``.
-        others: what follows the turn.
-    """
+    """Return a header. ``first`` is the number of the first piece, ``others`` are the fields after the turn."""
     return HEADER.pack(lane, place, turn & _LOW_BITS, first & _LOW_BITS, turn, *others)
 
 
@@ -59,8 +53,7 @@ def pack_alone(first: int, lane: int, place: Place, turn: int, nbytes: int) -> b
 
 
 def stamp(lane: int, turn: int) -> int:
-    """Return the first word of a header as a little-endian number, without the bits of the first piece's number, the
-    highest 16, and without the ``Place``."""
+    """Return the first word of a header as a little-endian number, without ``Place`` and the first piece's number."""
     return lane | (turn & _LOW_BITS) << 32
 
 
@@ -71,36 +64,36 @@ def lane_of(slot: Buffer, first: int) -> int | None:
 
 
 class SlotCredits:
-    """Uses of a peer's slots, counted from ``first``: a slot is free once it has been freed as often as it was used.
+    """Counts uses of a peer's slots from ``first`` on. A slot is free once it was freed as often as it was used.
 
     Attributes:
-        used: how often, by slot.
-        given_back: how often freed, as far as known.
+        used: by slot: how often it was used.
+        freed: by slot: how often it was freed, as far as known.
     """
 
     def __init__(self, slots: int, first: int) -> None:
-        self.used, self.given_back = [first] * slots, [first] * slots
+        self.used, self.freed = [first] * slots, [first] * slots
         self._booked: dict[int, int] = {}  # the lanes that use slots without credits
 
-    def give_back(self, uses: Sequence[int]) -> None:
+    def record_freed(self, uses: Sequence[int]) -> None:
         """Record how often slots have been freed; an earlier number than known changes nothing."""
-        for slot, known in enumerate(self.given_back):
+        for slot, known in enumerate(self.freed):
             if uses[slot] > known:
-                self.given_back[slot] = uses[slot]
+                self.freed[slot] = uses[slot]
 
     @property
     def outstanding(self) -> list[int]:
         """Slots in use."""
-        return [slot for slot, used in enumerate(self.used) if used > self.given_back[slot]]
+        return [slot for slot, used in enumerate(self.used) if used > self.freed[slot]]
 
     def find(self, read: Callable[[], None]) -> int | None:
-        """Return a free slot, if possible one that no lane has booked; None if all are in use. ``read`` reads what the
-        peer has rung; it is called only if no slot is known to be free."""
+        """Return a free slot, if possible one that no lane has booked; None if all are in use. ``read`` reads the
+        credits that the peer has rung, and is called only if no slot is known to be free."""
         for slot, used in enumerate(self.used):
-            if used == self.given_back[slot] and slot not in self._booked:
+            if used == self.freed[slot] and slot not in self._booked:
                 return slot
         read()
-        free = [slot for slot, used in enumerate(self.used) if used == self.given_back[slot]]
+        free = [slot for slot, used in enumerate(self.used) if used == self.freed[slot]]
         found = next((slot for slot in free if slot not in self._booked), free[0] if free else None)
         if found is not None:
             self._booked.pop(found, None)
@@ -121,7 +114,7 @@ class SlotCredits:
         """
         slot = next((slot for slot, owner in self._booked.items() if owner == lane), None)
         if slot is None:
-            free = (slot for slot, used in enumerate(self.used) if used == self.given_back[slot])
+            free = (slot for slot, used in enumerate(self.used) if used == self.freed[slot])
             slot = next((slot for slot in free if slot not in self._booked), None)
         if slot is None:
             return None
@@ -136,7 +129,7 @@ class SlotCredits:
 
 @dataclass(frozen=True)
 class Slot:
-    """A message's place in an arena, and the number of the doorbell that announces it."""
+    """Bytes of an arena for one message, and the doorbell that announces it."""
 
     offset: int
     nbytes: int
@@ -144,7 +137,7 @@ class Slot:
 
 
 class Outbox:
-    """Sends into one slot, for a sender that knows when it is free."""
+    """Sends into one slot without credits, for a sender that knows when the slot is free."""
 
     def __init__(self, endpoint: Endpoint, peer: Peer, slot: Slot) -> None:
         self._endpoint, self._peer, self._slot = endpoint, peer, slot
@@ -159,11 +152,11 @@ class Outbox:
 
 
 class Body(NamedTuple):
-    """Memory of a peer that a device of this process writes the body of a message to.
+    """Memory of a peer into which a device of this process writes the body of a message.
 
     Attributes:
-        address: of its first byte.
-        array: uint8, numpy's or the device's.
+        address: address of the first byte.
+        array: the memory as uint8, an array of numpy or of the device.
     """
 
     address: int
@@ -172,13 +165,13 @@ class Body(NamedTuple):
 
 @dataclass(frozen=True)
 class Direct:
-    """Both arenas of a link over shared memory, whose messages a device of this process reads or writes itself.
+    """The memory of a link on one host, whose messages a device of this process reads and writes itself.
 
     Attributes:
-        own: what the peer may write into here.
-        theirs: what this side may write into there.
-        own_inbox: where the peer's device writes bodies, if it can.
-        their_inbox: where this side's device writes bodies, if it can.
+        own: the peer's lease of this arena.
+        theirs: this side's lease of the peer's arena.
+        own_inbox: where the peer's device writes bodies; None if it cannot.
+        their_inbox: where this side's device writes bodies; None if it cannot.
     """
 
     own_arena: NativeArena
@@ -195,7 +188,7 @@ class Direct:
 
     @property
     def bodies(self) -> tuple[Body, ...]:
-        """By slot of the peer, where a device writes the body of a message: in the inbox, if there is one."""
+        """By slot of the peer: where a device writes the body of a message; in the inbox, if there is one."""
         inbox, stride = self.their_inbox, self.theirs.body_nbytes
         if inbox is not None:
             parts = zip(_places(stride), inbox.parts(SLOTS), strict=True)
@@ -211,7 +204,7 @@ class Direct:
             slots.map_ranges(arena, [doorbells, (arena.data_address + lease.offset, lease.nbytes)])
 
     def incoming(self, unread: Sequence[int], lane: int, turn: int) -> Incoming:
-        """Return the message for an attention of a lane. ``unread``: that of the link's ``Channel``."""
+        """Return the incoming message for an attention of a lane. ``unread`` is ``Channel.unread`` of the link."""
         first = _doorbell(self.own_arena, self.own)
         return Incoming(
             tuple(self.own_arena.data_address + self.own.slot(number) for number in range(SLOTS)),
@@ -223,7 +216,7 @@ class Direct:
         )
 
     def outgoing(self, lane: int, turn: int, nbytes: int, slot: int, uses: int) -> Outgoing:
-        """Return a message of one piece into a booked slot, which has been used ``uses`` times."""
+        """Return an outgoing message of one piece for a booked slot, which was used ``uses`` times before."""
         number, start = slot_number(uses, 0), self.their_arena.data_address + self.theirs.slot(slot)
         place, body = Place.SLOT, start + HEADER_NBYTES
         if self.their_inbox is not None:
@@ -243,5 +236,4 @@ def _places(stride: int) -> range:
 
 
 def _doorbell(arena: NativeArena, lease: Lease) -> int:
-    """Address of the doorbell of a lease's first slot."""
     return arena.doorbells_address + (lease.doorbell + ARRIVED) * DOORBELL_NBYTES

@@ -1,4 +1,4 @@
-"""Which transport connects a pair of workers: a pure function of what both offer and of what has failed."""
+"""Chooses the transport of each pair of workers, from what both offer and from what has failed. Pure."""
 
 import enum
 from collections import Counter
@@ -23,11 +23,10 @@ class Offer(msgspec.Struct, frozen=True):
     """What a worker lets its peers use.
 
     Attributes:
-        host: the same for workers that can share memory, see ``transport.shm.host``.
-        inboxes: which inboxes the worker's device has and can write into, see ``transport.device.inboxes.Maker.kind``;
-            empty: none.
-        descriptors: how to connect, by transport.
-        obstacles: why the other requested transports cannot be used.
+        host: result of ``transport.shm.host``, equal for workers that can share memory.
+        inboxes: kind of inbox that the worker's device has (``transport.device.inboxes.Maker.kind``); empty: none.
+        descriptors: by transport: how to connect.
+        obstacles: by requested transport that cannot be used: why.
     """
 
     host: str
@@ -38,8 +37,6 @@ class Offer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Choice:
-    """The transport of a pair of workers, and why."""
-
     transport: Transport
     reason: str
 

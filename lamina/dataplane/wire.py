@@ -1,17 +1,17 @@
-"""What the body of a data-plane message holds. Both ends derive the layout from the StepPlan: no serialisation.
+"""Layout of the body of a data-plane message. Both ends derive it from the StepPlan: nothing is serialised.
 
 A request carries, for one attention of one step and one memory worker, three blocks one after another:
-k [Rk, Hkv, D] and v [Rk, Hkv, Dv] of the decoded tokens kept there, then q [Rq, Hq, D] of the rows that attend there,
-in the model's element type. K and V of prompt chunks lie beside it, for the memory worker to fetch (see
-``dataplane.channel``): the pieces of ``pulled_pieces`` one after another, each k and then v.
+k [Rk, Hkv, D] and v [Rk, Hkv, Dv] of the decoded tokens that the worker stores, then q [Rq, Hq, D] of the rows that
+attend to its segments, in the model's element type. K and V of prompt chunks are in a region that the memory worker
+fetches (``dataplane.channel``): the pieces of ``pulled_pieces`` one after another, each k and then v.
 
 The reply carries out [Rq, Hq, Dv] and the natural-log lse [Rq, Hq], both float32.
 
-Rows are those of one shard of the heads (``lamina.core.heads``), and Hq and Hkv its heads: a message holds the heads
-that the memory worker has of each sequence, and no others. Functions with a ``spec`` take that of a shard.
+Rows are those of one shard of the heads (``lamina.core.heads``), with its Hq and Hkv heads: a message holds only the
+heads of each sequence that the memory worker stores. A ``spec`` is that of a shard.
 
-A request may travel in pieces, each announced by its own ring, so that the memory worker starts on the first: mini-
-batches of query rows (Lamina, section 5.2.1), and q before k and v. Its bytes lie in the order in which they travel.
+A request may travel in pieces, each with a ring of the doorbell, so that the memory worker can start on the first:
+mini-batches of query rows (Lamina, section 5.2.1). Bytes are in the order in which they travel.
 """
 
 import itertools
@@ -39,13 +39,13 @@ NUMPY_DTYPE: Mapping[DType, np.dtype[np.generic]] = {
 
 
 SegmentKey = tuple[int, int]
-"""What a memory worker calls one shard of one of its segments: the sequence, and first token * shards + shard."""
+"""Identifies one shard of one segment on a memory worker: the sequence, and first token * shards + shard."""
 
 
 class SegmentRows(msgspec.Struct, frozen=True, gc=False):
     """Rows [row, row + rows) of a step, the first at position ``start``, attend to tokens [kv_start, kv_stop).
 
-    ``part``: which query heads the rows have, see ``HeadShards.spec``: those of the shard, or a rank's share of them.
+    ``part`` numbers the query heads of the rows, as in ``HeadShards.spec``: the shard's, or a rank's share of them.
     """
 
     sequence: int
@@ -59,7 +59,7 @@ class SegmentRows(msgspec.Struct, frozen=True, gc=False):
 
 
 class PulledRows(msgspec.Struct, frozen=True, gc=False):
-    """Rows [row, row + rows) of a step: tokens whose k and v are fetched, for the segment from ``kv_start`` on."""
+    """Rows [row, row + rows) of a step, whose k and v are fetched into the segment that begins at ``kv_start``."""
 
     sequence: int
     row: int
@@ -70,19 +70,18 @@ class PulledRows(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True)
 class MessageRows:
-    """The rows of one step that concern one memory worker, in the order their bytes travel: shard by shard.
+    """The rows of one step that concern one memory worker, in the order in which their bytes travel: shard by shard.
 
-    ``queries`` and ``appends`` index the shards of the step's rows: row * shards + shard, where each rank of a replica
-    counts its own shards. Where a worker holds several segments of a sequence, its rows travel once, and the worker
-    merges what they see of each segment.
+    ``queries`` and ``appends`` hold row * shards + shard, where each rank of a replica counts its own shards. If a
+    worker holds several segments of a sequence, its rows travel once, and the worker merges the partials.
 
     Attributes:
-        queries: int64 [Rq].
-        appends: int64 [Rk].
-        attends: covers ``queries`` in order.
-        kept: (segment, tokens), covers ``appends`` in order.
-        pulled: rows that are kept too, but are not part of the request.
-        further: (index of ``attends``, rows of another segment of the same sequence).
+        queries: int64 [Rq], the rows whose q travels.
+        appends: int64 [Rk], the rows whose k and v travel.
+        attends: segments that ``queries`` attend to, in order.
+        kept: (segment, tokens) that ``appends`` are stored in, in order.
+        pulled: rows whose k and v are fetched instead.
+        further: (index of ``attends``, another segment of the same sequence that the same rows attend to).
     """
 
     queries: npt.NDArray[np.int64]
@@ -99,17 +98,14 @@ class MessageRows:
 
 
 def attends_locally(step: SequenceStep) -> bool:
-    """True if a chunk of several tokens attends to itself on the compute worker. A single token's new k and v are read
-    back from the memory worker with all the others."""
+    """True for a chunk of several tokens, which attends to itself on the compute worker. A single token attends to its
+    own k and v on the memory worker."""
     return len(step.tokens) > 1
 
 
 def check_segments(sequence: int, segments: Sequence[Segment], shards: HeadShards) -> None:
-    """Reject segments that messages and page tables cannot serve: their partials would be wrong or lost.
-
-    The segments of a sequence must name it, hold whole shards, and cover the tokens of every shard from 0 on, in
-    contiguous ranges of which the last has no end. Raises PlacementError.
-    """
+    """Raise PlacementError unless the segments of a sequence name it, hold whole shards, and cover the tokens of every
+    shard from 0 on, in contiguous ranges of which the last has no end. Other partials would be wrong or lost."""
     if any(segment.sequence != sequence for segment in segments):
         why = "a segment names another sequence"
     elif not all(shards.allows(segment.heads) for segment in segments):
@@ -170,12 +166,12 @@ def message_rows(
     rank: int = 0,
     ranks: int = 1,
 ) -> MessageRows:
-    """Return which rows of ``plan`` travel to memory worker ``worker``, given the segments of the sequences it knows.
+    """Return which rows of ``plan`` travel to memory worker ``worker``, from ``segments`` by sequence.
 
-    The part of a plan that a memory worker gets has the same rows, but numbers them without those of other workers.
-    With several ``ranks``, return the rows of the message of one rank, which has some shards of every row: ``queries``
-    and ``appends`` count its own. Where ranks share a shard, each sends K and V of decoded tokens with its queries, so
-    that no rank waits for another; only the first has K and V of prompt chunks fetched.
+    A memory worker calls it with its part of the plan, in which rows have other numbers. With several ``ranks``, the
+    result describes the message of one rank, with its shards of every row. Ranks that share a shard all send K and V of
+    decoded tokens with their queries, so that no rank waits for another; K and V of prompt chunks are fetched from the
+    first of them only.
     """
     queries: list[npt.NDArray[np.int64]] = []
     appends: list[npt.NDArray[np.int64]] = []
@@ -258,8 +254,8 @@ MOST_PIECES = MOST_MINI_BATCHES
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a request: query rows [start, stop), which are those of ``attends[first:last]``. The first piece also has
-    all k and v."""
+    """Part of a request: query rows [start, stop), those of ``attends[first:last]``. The first piece also has all k and
+    v."""
 
     start: int
     stop: int
@@ -281,7 +277,7 @@ def pieces(rows: MessageRows, overlap: Overlap) -> tuple[Piece, ...]:
 
 
 def slot_number(uses: int, piece: int) -> int:
-    """Return the doorbell's number for a piece of the message in a slot that was used ``uses`` times before."""
+    """Return the doorbell's number for a piece of a message, in a slot that was used ``uses`` times before."""
     return uses * MOST_PIECES + piece + 1
 
 
@@ -299,7 +295,7 @@ def read_queries(body: Array, spec: AttentionSpec, dtype: DType, rows: MessageRo
 
 
 def read_kept(body: Array, spec: AttentionSpec, dtype: DType, rows: MessageRows) -> tuple[Array, Array]:
-    """View (k, v) of a request's bytes, uint8 [n] in any memory, see ``keys_values``."""
+    """View k and v of a request's bytes, uint8 [n] in any memory, with the shapes of ``keys_values``."""
     return keys_values(body, spec, dtype, 0, len(rows.appends))
 
 
@@ -326,7 +322,7 @@ def pulled_pieces(pulled: Sequence[PulledRows], most: int) -> Iterator[PulledRow
 def migrated_pieces(
     attentions: Sequence[AttentionSpec], element: KvElement, tokens: int, most_nbytes: int
 ) -> list[tuple[int, int, int]]:
-    """Return in which pieces ``tokens`` tokens of a segment travel, in order: (layer, first token, last token + 1)."""
+    """Return the pieces in which ``tokens`` tokens of a segment travel: (layer, first token, last token + 1)."""
     pieces = []
     for layer, spec in enumerate(attentions):
         most = most_nbytes // spec.slab_bytes_per_token(element)
@@ -347,8 +343,8 @@ def nbytes_per_token(attentions: Sequence[AttentionSpec], dtype: DType) -> int:
 def paper_nbytes_per_token(attentions: Sequence[AttentionSpec], dtype: DType) -> float:
     """Return the paper's count for one token: 4 e d L bytes (Lamina, section 4.2), (2 + 2/G) e d L with grouped heads.
 
-    q and out of d = Hq x D elements of e bytes, k and v of d / G, in each of L layers. It leaves out the lse and counts
-    out in the model's element type, whereas partials here travel in float32.
+    In each of L layers, q and out have d = Hq x D elements of e bytes, k and v have d / G. The paper counts no lse, and
+    out in the model's element type, whereas ``nbytes_per_token`` counts float32 partials.
     """
     element = NUMPY_DTYPE[dtype].itemsize
     return float(sum(2 * (spec.query_heads + spec.kv_heads) * spec.qk_dim * element for spec in attentions))

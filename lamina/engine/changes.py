@@ -1,4 +1,4 @@
-"""Workers on their way into and out of a cluster that serves, without holding up a step."""
+"""Lets workers join and leave a serving cluster, in small parts between steps."""
 
 import contextlib
 import enum
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lamina.cluster.conversations import Ask, Conversation, Workers, failure, silence
-from lamina.cluster.joining import Fabric, enter, prepare_worker
+from lamina.cluster.joining import Fabric, enter, prepare_workers
 from lamina.control.agent_messages import Start
 from lamina.control.messages import Failed, Forget, Stop, ToEngine, ToWorker
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, DeadlineError, LaminaError, TransportError, UnreachableError, WorkerError
-from lamina.core.topology import Member, Role, Topology
+from lamina.core.topology import Member, Pool, Role, Topology, role_of
 from lamina.schedule.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ LAST_WORDS_S = 0.5  # for the message of a worker whose process has ended to arr
 
 
 class JoinStage(enum.Enum):
-    """How far a joiner is. Of all joiners, one at a time is linked, and enters before the next one is linked."""
+    """Progress of a joiner. One joiner at a time is linked; it becomes a member before the next one is linked."""
 
     PREPARING = enum.auto()
     PREPARED = enum.auto()
@@ -35,17 +35,22 @@ class JoinStage(enum.Enum):
 
 @dataclass(eq=False)
 class Joiner:
-    """A worker that was started.
+    """Workers that were started and enter together: a memory worker, or the compute workers of one replica.
 
     Attributes:
-        on_failed: called with the reason, and whether another attempt may succeed, if it does not enter.
-        conversation: in progress, with the answers that it has ``asked`` for by ``deadline``, so far.
-        member: what it is once it has been prepared.
-        exited_at: when its process was seen to have ended.
+        names: The workers, in their order within the replica.
+        on_failed: Called with the reason, and whether another attempt may succeed, if they do not enter.
+        conversation: The exchange of messages that prepares or links them.
+        stage: Their progress.
+        asked: Messages that the conversation waits for.
+        answers: Messages of ``asked`` that have arrived, by worker.
+        deadline: Monotonic time by which all must have arrived.
+        members: The future members, once the workers have been prepared.
+        exited_at: When one of their processes was seen to have ended.
     """
 
-    name: str
-    role: Role
+    names: tuple[str, ...]
+    pool: Pool
     started_at: float
     conversation: Conversation[Any]
     on_failed: Callable[[LaminaError, bool], None]
@@ -53,15 +58,19 @@ class Joiner:
     asked: Ask | None = None
     answers: dict[str, ToEngine] = field(default_factory=dict)
     deadline: float = 0.0
-    member: Member | None = None
+    members: tuple[Member, ...] = ()
     exited_at: float | None = None
+
+    def __str__(self) -> str:
+        return " and ".join(self.names)
 
 
 class Joins:
     """All joiners. The engine's thread owns it.
 
     A worker that is lost interrupts the linking of a joiner, which is then ended: it may be linked with the lost one,
-    and it is started again within a second, unless it has to load weights.
+    and it is started again within a second, unless it has to load weights. If one worker of a joiner fails, all are
+    ended.
     """
 
     def __init__(
@@ -72,49 +81,71 @@ class Joins:
         topology: Topology,
         promised: Callable[[str], int],
     ) -> None:
-        """``promised``: bytes of KV that the memory workers of a host may still come to use."""
+        """``promised``: returns the unused bytes of KV slabs on a host."""
         self._control, self._workers, self._fabric, self._promised = control, workers, fabric, promised
-        self._joiners: dict[str, Joiner] = {}
+        self._joiners: list[Joiner] = []
         self._numbers = {"compute": _numbers(topology.computes), "memory": _numbers(topology.memories)}
         self._members = topology.names
-        self._stale: tuple[type[ToEngine], set[str]] | None = None  # answers to a conversation that was given up
+        self._stale: tuple[type[ToEngine], set[str]] | None = None  # replies to an aborted conversation, to ignore
 
     @property
     def stages(self) -> Mapping[str, str]:
-        return {joiner.name: joiner.stage.name.lower() for joiner in list(self._joiners.values())}
+        return {name: joiner.stage.name.lower() for joiner in list(self._joiners) for name in joiner.names}
 
-    def count(self, role: Role) -> int:
-        return sum(joiner.role == role for joiner in self._joiners.values())
+    def count(self, pool: Pool) -> int:
+        """Return how many workers of a pool are joining."""
+        return sum(len(joiner.names) for joiner in self._joiners if joiner.pool == pool)
 
-    def start(self, role: Role, kind: str, on_failed: Callable[[LaminaError, bool], None]) -> str:
-        """Start another worker, under a new name, which is returned. Raises LaminaError if it cannot be started."""
-        name = f"{role}{next(self._numbers[role])}"
+    def start(
+        self, pool: Pool, kinds: Sequence[str], on_failed: Callable[[LaminaError, bool], None]
+    ) -> tuple[str, ...]:
+        """Start a worker of each of these kinds; they enter together. Return their new names.
+
+        Raises LaminaError if one cannot be started. Then none is left.
+        """
+        role = role_of(pool)
+        started: dict[str, str] = {}
+        try:
+            for kind in kinds:
+                name = f"{role}{next(self._numbers[role])}"
+                self._start_process(name, role, kind)
+                started[name] = kind
+        except LaminaError as error:
+            for name in started:
+                self._control.dismiss(name)
+                _end_process(self._workers, self._control, name, (), str(error))
+            raise
+        conversation = prepare_workers(self._control, self._fabric, started, role, self._promised)
+        joiner = Joiner(tuple(started), pool, time.monotonic(), conversation, on_failed)
+        self._joiners.append(joiner)
+        self._advance(joiner, None)
+        return joiner.names
+
+    def _start_process(self, name: str, role: Role, kind: str) -> None:
         bootstrap = self._control.admit(name)
         try:
             self._fabric.launcher.start(Start(role, kind, bootstrap))
         except OSError as error:
             self._control.dismiss(name)
             raise WorkerError(name, f"its process cannot be started: {error}") from error
-        conversation = prepare_worker(self._control, self._fabric, name, role, kind, self._promised)
-        joiner = Joiner(name, role, time.monotonic(), conversation, on_failed)
-        self._joiners[name] = joiner
-        self._advance(joiner, None)
-        return name
+        except LaminaError:
+            self._control.dismiss(name)
+            raise
 
     def handle_join_message(self, worker: str, message: ToEngine) -> bool:
-        """Take what a worker says of joining; False if it is about something else."""
+        """Handle a worker's message about joining; return False for other messages."""
         if self._stale is not None and isinstance(message, self._stale[0]) and worker in self._stale[1]:
             self._stale[1].remove(worker)
             self._stale = self._stale if self._stale[1] else None
             return True
-        for joiner in list(self._joiners.values()):
+        for joiner in list(self._joiners):
             asked = joiner.asked
             if asked is not None and worker in asked.names and isinstance(message, asked.kind):
                 joiner.answers[worker] = message
                 if joiner.answers.keys() >= set(asked.names):
                     self._advance(joiner, joiner.answers)
                 return True
-        if (own := self._joiners.get(worker)) is None:
+        if (own := next((one for one in self._joiners if worker in one.names), None)) is None:
             return False
         if isinstance(message, Failed):
             self._fail(own, failure(worker, message))
@@ -127,16 +158,16 @@ class Joins:
             joiner.deadline = self._control.liveness.awake_s + joiner.asked.timeout_s
         except StopIteration as done:
             if joiner.stage is JoinStage.PREPARING:
-                joiner.stage, joiner.member = JoinStage.PREPARED, done.value
+                joiner.stage, joiner.members = JoinStage.PREPARED, done.value
             else:
                 joiner.stage = JoinStage.LINKED
         except LaminaError as error:
             self._fail(joiner, error)
 
-    def turn(self, topology: Topology, joined: Callable[[Member], Topology] | None) -> None:
-        """Look for joiners that have failed, and link the next one.
+    def turn(self, topology: Topology, joined: Callable[[Sequence[Member], Pool], Topology] | None) -> None:
+        """Detect failed joiners, and begin to link the next one.
 
-        ``joined``: the topology with another member; None: none may be linked now.
+        ``joined``: Returns the topology with more members in a pool; None: no joiner may be linked now.
         """
         self._members = topology.names
         if not self._joiners:
@@ -146,67 +177,71 @@ class Joins:
             self._stale = (self._stale[0], left) if (left := self._stale[1] & topology.names) else None
         if joined is None or self._stale is not None or self._current is not None:
             return
-        for joiner in self._joiners.values():
-            if joiner.stage is JoinStage.PREPARED and joiner.member is not None:
+        for joiner in self._joiners:
+            if joiner.stage is JoinStage.PREPARED:
                 joiner.stage = JoinStage.LINKING
-                joiner.conversation = enter(self._control, self._fabric, joined(joiner.member), joiner.member)
+                joiner.conversation = enter(
+                    self._control, self._fabric, joined(joiner.members, joiner.pool), joiner.members
+                )
                 self._advance(joiner, None)
                 return
 
     @property
     def _current(self) -> Joiner | None:
-        """The joiner that is being linked, or was and has not entered."""
+        """Return the joiner that is being linked or has been linked, and is not yet a member."""
         late = (JoinStage.LINKING, JoinStage.LINKED)
-        return next((joiner for joiner in self._joiners.values() if joiner.stage in late), None)
+        return next((joiner for joiner in self._joiners if joiner.stage in late), None)
 
     def _look_for_failures(self) -> None:
         now, ended, silent = self._control.liveness.awake_s, self._workers.ended(), self._control.liveness.lost()
-        for joiner in list(self._joiners.values()):
-            if joiner.name in ended:
+        for joiner in list(self._joiners):
+            gone, quiet = ([name for name in joiner.names if name in those] for those in (ended, silent))
+            if gone:
                 joiner.exited_at = now if joiner.exited_at is None else joiner.exited_at
                 if now - joiner.exited_at >= LAST_WORDS_S:
-                    self._fail(joiner, WorkerError(joiner.name, ended[joiner.name]))
-            elif joiner.name in silent:
-                self._fail(joiner, silence({joiner.name: silent[joiner.name]}))
+                    self._fail(joiner, WorkerError(gone[0], ended[gone[0]]))
+            elif quiet:
+                self._fail(joiner, silence({name: silent[name] for name in quiet}))
             elif joiner.asked is not None and now > joiner.deadline:
                 asked = joiner.asked
                 late = ", ".join(name for name in asked.names if name not in joiner.answers)
                 what = f"no {asked.kind.__name__} from {late} within {asked.timeout_s:.0f} s"
-                self._fail(joiner, DeadlineError(f"{joiner.name} cannot join: {what}"))
+                self._fail(joiner, DeadlineError(f"{joiner} cannot join: {what}"))
 
     @property
     def is_linking(self) -> bool:
-        """True from when a joiner is being linked with all members until it has entered: none of them may leave."""
+        """Whether a joiner is being linked or has been linked, and is not yet a member. Then no member may leave."""
         return self._current is not None
 
     @property
     def linked(self) -> Joiner | None:
-        """The joiner that may enter now."""
+        """The joiner that may become a member now; None if there is none."""
         current = self._current
         return current if current is not None and current.stage is JoinStage.LINKED else None
 
     def entered(self, joiner: Joiner) -> None:
-        """Note that ``joiner`` has become a member."""
-        del self._joiners[joiner.name]
-        log.info("%s joins %.2f s after it was started", joiner.name, time.monotonic() - joiner.started_at)
+        """Record that the workers of ``joiner`` have become members."""
+        self._joiners.remove(joiner)
+        log.info("%s: joined %.2f s after the start", joiner, time.monotonic() - joiner.started_at)
 
     def interrupt(self, lost: str) -> None:
-        """Give up the joiner that is being linked, if one is: member ``lost`` is lost."""
+        """Fail the joiner that is being linked, if any, because member ``lost`` is lost."""
         if (current := self._current) is not None:
-            self._fail(current, TransportError(f"{current.name} was joining when {lost} was lost"), again=True)
+            self._fail(current, TransportError(f"{current}: joining when {lost} was lost"), again=True)
 
     def _fail(self, joiner: Joiner, error: LaminaError, again: bool = False) -> None:
-        del self._joiners[joiner.name]
+        self._joiners.remove(joiner)
         joiner.conversation.close()
-        self._control.dismiss(joiner.name)
-        if joiner.asked is not None and (left := set(joiner.asked.names) - joiner.answers.keys() - {joiner.name}):
+        if joiner.asked is not None and (left := set(joiner.asked.names).difference(joiner.answers, joiner.names)):
             self._stale = joiner.asked.kind, left
         linked = joiner.stage in (JoinStage.LINKING, JoinStage.LINKED)
-        _end_process(self._workers, self._control, joiner.name, self._members if linked else (), str(error))
+        for name in joiner.names:
+            self._control.dismiss(name)
+            _end_process(self._workers, self._control, name, self._members if linked else (), str(error))
         joiner.on_failed(error, again)
 
     def close(self) -> None:
-        for joiner in list(self._joiners.values()):
+        for joiner in list(self._joiners):
             joiner.conversation.close()
             joiner.on_failed(TransportError("the engine has stopped"), False)
         self._joiners.clear()
@@ -217,14 +252,14 @@ def _numbers(names: Iterable[str]) -> "itertools.count[int]":
     return itertools.count(1 + max((int(name.lstrip(string.ascii_lowercase)) for name in names), default=-1))
 
 
-STOP_S = 10.0  # for a worker that was told to stop to exit
+STOP_S = 10.0  # for a worker to exit after it was told to stop
 
 
 class LeaveStage(enum.Enum):
-    """How far a leaver is. Up to DRAINING it is a member."""
+    """Progress of a leaver. It is a member until the end of DRAINING."""
 
     DRAINING = enum.auto()
-    PARTING = enum.auto()  # the others end their links to it
+    PARTING = enum.auto()  # members close their links to it
     STOPPING = enum.auto()
 
 
@@ -233,9 +268,12 @@ class Leaver:
     """A worker that leaves.
 
     Attributes:
-        change: number of the Change that leaves it out.
-        waiting: members that have not applied it.
-        deadline: for its process to exit.
+        name: Name of the worker.
+        role: Its role.
+        stage: Its progress.
+        change: Number of the topology change without it.
+        waiting: Members that have not applied the change.
+        deadline: Monotonic time by which its process must have exited.
     """
 
     name: str
@@ -255,12 +293,12 @@ class Leaves:
 
     @property
     def names(self) -> Collection[str]:
-        """All leavers that are members."""
+        """Names of leavers that are members."""
         return {leaver.name for leaver in self._leavers.values() if leaver.stage is LeaveStage.DRAINING}
 
     @property
     def parted(self) -> Collection[str]:
-        """All leavers that are members no more."""
+        """Names of leavers that are no longer members."""
         return self._leavers.keys() - self.names
 
     @property
@@ -268,7 +306,7 @@ class Leaves:
         return {leaver.name: leaver.stage.name.lower() for leaver in list(self._leavers.values())}
 
     def validate_leave(self, names: Sequence[str], topology: Topology) -> None:
-        """Raises ConfigError, with the figures, if the others have no room for what these memory workers hold."""
+        """Raise ConfigError if the remaining memory workers have too little free KV for the leavers' tokens."""
         placement = self._scheduler.placement
         going = [name for name in names if name in topology.capacities]
         staying = (topology.capacities.keys() & placement.capacities.keys()) - placement.closed - set(going)
@@ -291,7 +329,7 @@ class Leaves:
             )
 
     def begin_leave(self, name: str, topology: Topology) -> None:
-        """Begin to drain a member, which leaves once nothing depends on it."""
+        """Begin to move the KV of a member to others; it leaves once it holds no KV and runs no step."""
         role: Role = "memory" if name in topology.capacities else "compute"
         self._leavers[name] = Leaver(name, role)
         if role == "memory":
@@ -299,12 +337,12 @@ class Leaves:
 
     @property
     def ready(self) -> list[str]:
-        """Members that may leave now, once no step in flight needs them."""
+        """Return members that hold no KV and may leave once no step in flight needs them."""
         draining = [leaver for leaver in self._leavers.values() if leaver.stage is LeaveStage.DRAINING]
         return [one.name for one in draining if one.role == "compute" or self._scheduler.is_drained(one.name)]
 
     def part(self, name: str, change: int, others: Collection[str]) -> None:
-        """Note that ``name`` has stopped being a member with Change number ``change``, which all ``others`` get."""
+        """Record that ``name`` is no member after topology change ``change``, which all ``others`` receive."""
         leaver = self._leavers[name]
         leaver.stage, leaver.change, leaver.waiting = LeaveStage.PARTING, change, set(others)
 
@@ -319,7 +357,7 @@ class Leaves:
         del self._leavers[name]
 
     def apply_topology(self, topology: Topology) -> list[str]:
-        """Follow a loss of members. Returns the leavers that stay, since no other worker of their pool is left."""
+        """Apply a loss of members. Returns leavers that stay because their pool has no other worker left."""
         back = []
         for leaver in list(self._leavers.values()):
             others = [one.name for one in topology.members if one.role == leaver.role and one.name not in self.names]
@@ -331,7 +369,7 @@ class Leaves:
         return back
 
     def turn(self, members: Collection[str]) -> list[str]:
-        """Stop leavers that no member has a link to any more. Returns leavers whose processes have ended."""
+        """Stop leavers that no member is linked to. Returns leavers whose processes have ended."""
         left = []
         for leaver in [one for one in self._leavers.values() if one.stage is not LeaveStage.DRAINING]:
             leaver.waiting &= set(members)
@@ -350,10 +388,10 @@ class Leaves:
 def _end_process(
     workers: Workers, control: ControlServer, name: str, linked: Collection[str], reason: str = ""
 ) -> bool:
-    """End the process of a worker, and tell those that may have a link to it. False if it cannot be ended."""
+    """End a worker's process, and tell the workers linked to it. Returns False if it cannot be ended."""
     try:
         workers.kill_worker(name, reason=reason)
-    except TransportError as error:  # it may still write into its leases: nobody else gets them
+    except TransportError as error:  # the worker may still write into its leases, which stay reserved
         log.warning("%s", error)
         return False
     if linked:
@@ -362,5 +400,5 @@ def _end_process(
 
 
 def _tell(control: ControlServer, workers: Sequence[str], message: ToWorker) -> None:
-    with contextlib.suppress(UnreachableError):  # the engine's watch notices it
+    with contextlib.suppress(UnreachableError):  # ``losses.Watch`` detects it
         control.send(workers, message)

@@ -1,4 +1,4 @@
-"""Ends: of an engine, whose workers stop and hand over what they recorded, and of a request that made workers die."""
+"""Stops an engine's workers and collects their spans; words the error of a request that made workers die."""
 
 import logging
 import time
@@ -21,7 +21,7 @@ TRACE_TIMEOUT_S = 10.0
 
 
 def tell_to_stop(control: ControlServer, workers: Iterable[str]) -> list[str]:
-    """Returns the workers that could be told."""
+    """Tell workers to stop; return those that could be reached."""
     told = []
     for worker in workers:
         try:
@@ -34,7 +34,7 @@ def tell_to_stop(control: ControlServer, workers: Iterable[str]) -> list[str]:
 
 
 def read_clocks(control: ControlServer, workers: Workers, fabric: Fabric) -> None:
-    """Read the clocks of other machines once more: they have drifted since their workers joined."""
+    """Read the clocks of other machines again, which have drifted since their workers joined."""
     gather = Gather(control, workers, lambda worker, progress: None)
     for name in {hello.host: name for name, hello in fabric.greetings.items()}.values():
         try:
@@ -47,8 +47,10 @@ def read_clocks(control: ControlServer, workers: Workers, fabric: Fabric) -> Non
 def collect_spans(
     control: ControlServer, workers: Workers, told: Sequence[str], fabric: Fabric | None
 ) -> dict[str, list[Span]]:
-    """Spans by worker, by the clock of this process, without those of workers that do not answer within
-    ``TRACE_TIMEOUT_S``. ``fabric``: knows the clocks of other machines."""
+    """Return spans by worker, in this process's clock, of workers that reply within ``TRACE_TIMEOUT_S``.
+
+    ``fabric``: has the clocks of other machines.
+    """
     spans: dict[str, list[Span]] = {}
     deadline = time.monotonic() + TRACE_TIMEOUT_S
     while time.monotonic() < deadline and not spans.keys() | workers.ended().keys() >= set(told):
@@ -60,12 +62,11 @@ def collect_spans(
 
 
 def _moved(span: Span, clock: Clock) -> Span:
-    """By the clock here."""
-    return Span(span.stage, span.lane, clock.here(span.begin_ns), clock.here(span.end_ns))
+    return Span(span.stage, span.lane, clock.to_local(span.begin_ns), clock.to_local(span.end_ns))
 
 
 def hand_over(spans: Mapping[str, list[Span]], receivers: Iterable[OnTrace]) -> None:
-    """Give all receivers what was recorded, also if one cannot write it."""
+    """Pass spans to all receivers, even if one of them fails."""
     for receiver in receivers:
         try:
             receiver(spans)
@@ -74,7 +75,7 @@ def hand_over(spans: Mapping[str, list[Span]], receivers: Iterable[OnTrace]) -> 
 
 
 def poisonous(lost: Mapping[str, LaminaError]) -> str:
-    """Return the error of a request that ran alone when workers died, these ones last."""
+    """Return the error of a request that ran alone when workers died. ``lost``: the workers that died last."""
     last = "; ".join(str(why).partition("\n")[0] for why in lost.values())
     return (
         f"the request is not run again: {DEATHS_ALONE} times in a row, a worker died while it ran nothing but this "

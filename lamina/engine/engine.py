@@ -1,6 +1,7 @@
-"""The engine: one thread that drives the turn. It receives answers, sends plans and calls callers back."""
+"""The engine: one thread that receives workers' messages, plans and sends steps, and calls callers back."""
 
 import collections
+import dataclasses
 import logging
 import math
 import os
@@ -14,32 +15,32 @@ from lamina.cluster.bringup import Cluster
 from lamina.cluster.conversations import Workers
 from lamina.cluster.pool import parse_bounds, pool_change
 from lamina.config.engine_config import EngineConfig, overcommit, served_names
-from lamina.control.messages import Draw, Release, Step, StepDone, ToEngine
+from lamina.control.messages import Draw, Observed, Release, Step, StepDone, ToEngine
 from lamina.control.sockets import ControlServer
-from lamina.control.timeline import Timeline
+from lamina.control.timeline import Span, Timeline
 from lamina.core.errors import ConfigError, EngineDeadError, LaminaError, RequestError
 from lamina.core.requests import Completion, Drawn, Group
 from lamina.core.steps import StepPlan
-from lamina.core.topology import Role, Topology
+from lamina.core.topology import Pool, Topology
 from lamina.core.types import NOBODY, Client, FinishReason, KvElement, Request, SamplingParams
 from lamina.dataplane.wire import check_placements
 from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, read_clocks, tell_to_stop
+from lamina.engine.live_timeline import LiveTimeline
 from lamina.engine.losses import POLL_S
 from lamina.engine.members import Members, Save
 from lamina.engine.pools import Resize
-from lamina.engine.scaling import Scaling
+from lamina.engine.scaling import Scaling, Targets
 from lamina.engine.stats import EngineStats, PlacementView
 from lamina.engine.streams import Submission
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import OnTokens, OnUpdate, Reading, as_run
-from lamina.kv.policies import policy_for
+from lamina.kv.balancing import policy_for
 from lamina.kv.stripes import placement
-from lamina.models.directory import ModelDirectory
+from lamina.models.directory import ModelDirectory, sampling_defaults
 from lamina.schedule.beam_search import check_beams
 from lamina.schedule.limits import MAX_WAITING, Limits, Places
 from lamina.schedule.policy import find_policy
 from lamina.schedule.turn import Turn
-from lamina.text.defaults import sampling_defaults
 from lamina.text.grammars import require_grammar
 from lamina.text.prompts import check_tokens, prompt_tokens
 from lamina.text.tokenizer import Tokenizer
@@ -58,10 +59,9 @@ class Engine:
     """Owns requests, tokens and the placement of KV. Its public methods are thread-safe.
 
     Attributes:
-        sampling_defaults: parameters of requests that give none.
-        vocab_size: rows of the embedding: token ids of prompts must be below it. The tokenizer may have fewer tokens,
-            other tokens, or ids without a token.
-        after_turn: called in the engine's thread when a turn has told callers everything.
+        sampling_defaults: Parameters of requests that give none.
+        vocab_size: Rows of the embedding. Token ids of prompts must be below it; the tokenizer may have fewer tokens.
+        after_turn: Called in the engine's thread at the end of every turn.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class Engine:
         save: Save = lambda topology, wanted: None,
         thread: Callable[[Callable[[], None]], threading.Thread] = new_thread,
     ) -> None:
-        """Take over a running cluster. ``close`` ends it and hands the spans of all workers to ``on_trace``.
+        """Start the engine of a running cluster. ``close`` ends both and passes the workers' spans to ``on_trace``.
 
-        ``thread``: Makes the engine's thread, which runs the function given.
+        ``thread``: makes the engine's thread, which runs the given function.
         """
         self.config = config
         self.model_name, *aliases = served_names(config) or [model.name]
@@ -108,7 +108,7 @@ class Engine:
             window=cluster.window if config.prefix_cache else 0,
         )
         self._scheduler = self._turn.scheduler
-        if cluster.missing:  # lost with the last engine, to be started again
+        if cluster.missing:  # memory workers lost with the last engine will be started again
             whole = placement(config.partition, cluster.whole, cluster.shards, longest, topology)
             self._scheduler.placement.promise(whole.total)
         self._on_trace = on_trace
@@ -116,9 +116,11 @@ class Engine:
         element = KvElement.from_setting(config.kv_cache_dtype, cluster.loaded.dtype)
         self._placement = PlacementView(self._scheduler, cluster.loaded.attentions, element)
         self._members = Members(control, workers, cluster, self._turn, config.max_restarts, save)
+        self._live = LiveTimeline(self._members.tell)
         bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
-        self._scaling = Scaling(bounds, self._turn, self._members)
-        self._touched: dict[TrackedRequest, None] = {}  # with updates that their callers have not had
+        targets = Targets((config.slo_ttft_ms or math.inf) / 1e3, (config.slo_tbt_ms or math.inf) / 1e3)
+        self._scaling = Scaling(bounds, self._turn, self._members, targets)
+        self._touched: dict[TrackedRequest, None] = {}  # requests with unpublished updates
         self._lacks_memory = bool(cluster.missing)
         self._steps = 0
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
@@ -140,11 +142,12 @@ class Engine:
         on_update: OnUpdate,
         client: Client = NOBODY,
     ) -> None:
-        """Queue a request. ``on_update`` is called from the engine's thread with every update; exactly one has
-        ``finished`` set. Clients share the runtime fairly.
+        """Queue a request. Clients share the runtime fairly.
 
-        Raises RequestError for a request that can never be served, OverloadedError if this client already has its share
-        of the queue, EngineDeadError if the engine has stopped.
+        ``on_update`` is called from the engine's thread with every update; exactly one update has ``finished`` set.
+
+        Raises RequestError for a request that can never be served, OverloadedError if the client's share of the queue
+        is full, EngineDeadError if the engine has stopped.
         """
         require_grammar(params, self.tokenizer.eos_token_ids)
         text = prompt if isinstance(prompt, str) else None
@@ -200,7 +203,6 @@ class Engine:
         return Request(request_id, text, tokens, params, seed if params.seed is None else params.seed, client)
 
     def _validate(self, tokens: list[int], params: SamplingParams) -> None:
-        """Raise RequestError for a request that can never be served."""
         self._scheduler.validate_request(len(tokens), params)
         check_tokens(tokens, self.vocab_size, self.tokenizer)
         check_tokens(params.forced_token_ids, self.vocab_size, self.tokenizer)
@@ -219,8 +221,10 @@ class Engine:
         self._control.wake()
 
     def end_completion(self, request_id: str, index: int) -> None:
-        """A stop string has ended a completion: its KV is freed, and its caller is told nothing more of it. Does
-        nothing if it has ended or the request is unknown."""
+        """End a completion in which the caller found a stop string: free its KV and send no more updates of it.
+
+        Does nothing if the completion has ended or the request is unknown.
+        """
         with self._lock:
             if self._dead is not None:
                 return
@@ -228,29 +232,33 @@ class Engine:
         self._control.wake()
 
     def abort(self, request_id: str) -> None:
-        """End a request with the tokens it has. Does nothing if it is unknown or has ended."""
+        """Cancel a request, which keeps the tokens it has. Does nothing if it is unknown or has ended."""
         with self._lock:
             if self._dead is not None:
                 return
             self._commands.append(lambda: self._end_request(request_id, FinishReason.ABORT))
         self._control.wake()
 
-    def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> "Future[list[str]]":
-        """Let workers join the pools while requests run, or leave where a number is negative: -1, or "rtx3090:+2".
+    def scale(self, *, compute: int | str = 0, memory: int | str = 0, prefill: int | str = 0) -> "Future[list[str]]":
+        """Add workers to the pools while requests run, or remove some: 2, -1, or "rtx3090:+2".
 
-        The future has their names once all have, or the reason why one does not: ConfigError, with the figures, if that
-        is impossible. A memory worker that leaves is emptied first: what it holds moves to others.
+        KV of a memory worker that leaves moves to others first. If one of ``prefill`` and ``compute`` grows and the
+        other one shrinks, replicas change their role instead and keep their weights. The future has the workers' names
+        once all have joined, left or changed their role, or an error if one does not; ConfigError if the change is
+        impossible.
 
-        Raises ConfigError if both are 0 or one is malformed, EngineDeadError if the engine has stopped.
+        Raises ConfigError if all are 0 or one is malformed, EngineDeadError if the engine has stopped.
         """
         pools = self._members.pools
         if pools is None:
             raise ConfigError("this cluster cannot be scaled: launch did not make it, or replicas have several ranks")
-        if not compute and not memory:
-            raise ConfigError("nothing to change: give compute or memory a number of workers, such as memory=+2")
+        wanted: dict[Pool, int | str] = {"compute": compute, "memory": memory, "prefill": prefill}
+        changes = {pool: pool_change(pool, one) for pool, one in wanted.items() if one}
+        if not changes:
+            raise ConfigError(
+                "nothing to change: give compute, memory or prefill a number of workers, such as memory=+2"
+            )
         resize = Resize()
-        wanted: dict[Role, int | str] = {"compute": compute, "memory": memory}
-        changes = {role: pool_change(role, one) for role, one in wanted.items() if one}
 
         def command() -> None:
             try:
@@ -280,7 +288,20 @@ class Engine:
         counts = (running, waiting, self._steps, *counted)
         disks, scaling = self._scheduler.disks, self._scaling.stats
         found = (prefixes.queried, prefixes.hit, self._placement.stats, disks.spilled, disks.fetched, scaling)
-        return EngineStats(*counts, usage, dead, members.watch.silent, members.states, links, *found)
+        stats = EngineStats(*counts, usage, dead, members.watch.silent, members.states, links, *found)
+        return dataclasses.replace(stats, roles=members.topology.lane_roles, handovers=self._scheduler.handovers)
+
+    def timeline(self) -> dict[str, list[Span]]:
+        """Return what workers did in a window of the last seconds, by name, and ask them for a new window.
+
+        Spans are recorded only while this is called repeatedly, so that the first call returns nothing.
+        """
+        with self._lock:
+            if self._ended is not None:
+                return {}
+            self._commands.append(lambda: self._live.ask(self.topology))
+        self._control.wake()
+        return self._live.spans()
 
     def close(self) -> None:
         """End all requests and workers. Idempotent."""
@@ -297,12 +318,12 @@ class Engine:
 
     @property
     def dead(self) -> str | None:
-        """Why this engine has stopped, if so."""
+        """Why this engine has stopped; None while it runs."""
         return self._ended
 
     @property
     def _ended(self) -> str | None:
-        """Why this engine answers nothing any more, if so. A fork of its process does not have its thread."""
+        """Why this engine replies no more; None while it does. In a forked process, the engine's thread is missing."""
         if self._dead is None and not self._thread.is_alive():
             return f"process {os.getpid()} does not run its thread; a fork of a process cannot use its engine"
         return self._dead
@@ -324,7 +345,7 @@ class Engine:
                 self._step()
         except LaminaError as error:
             self._die(str(error))
-            # Requests, submit and the server give the reason in one line; the worker's traceback is only here.
+            # Callers get the reason in one line; only the log has the worker's traceback.
             log.log(logging.ERROR if "\n" in str(error) else logging.INFO, "the engine has stopped: %s", error)
         except BaseException as error:  # SystemExit too: whatever ends this thread ends the engine
             self._die(f"{type(error).__name__}: {error}")
@@ -333,7 +354,6 @@ class Engine:
             self._end()
 
     def _step(self) -> None:
-        """One turn: messages of workers, commands, new plans; callers are called back last."""
         messages = list(self._control.receive(POLL_S))  # messages and commands end this wait early
         begun = self._timeline.now()
         for worker, message in messages:
@@ -362,6 +382,8 @@ class Engine:
                 self._members.watch.progressed([plan.lane], worker)
             for done in self._turn.in_order(message):
                 self._complete(done)
+        elif isinstance(message, Observed):
+            self._live.receive(worker, message, self.topology)
         else:
             self._members.handle_message(worker, message)
 
@@ -388,7 +410,6 @@ class Engine:
                 self._end_request(group.request.request_id, FinishReason.ERROR, done.error, suspect=True)
 
     def _compare(self, tracked: TrackedRequest, group: Group, beam: Completion, draw: Draw) -> None:
-        """A beam's continuations are known: once those of all beams are, they go on, or the search has ended."""
         choice = tracked.compare(group, beam, draw)
         if choice is not None:
             self._scheduler.beams.choose(group, choice)
@@ -412,7 +433,7 @@ class Engine:
     def _add(self, tracked: TrackedRequest) -> None:
         try:
             group = self._scheduler.submit(tracked.request, tracked.drawn)
-        except RequestError as error:  # it could be served when it was submitted; a worker has been lost since
+        except RequestError as error:  # a worker has been lost since the request was submitted
             tracked.end_all(FinishReason.ERROR, str(error))
             self._publish(tracked)
         else:
@@ -422,7 +443,7 @@ class Engine:
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return
-        tracked.end_completion(index)  # its slots are released at its next token, whose step is planned or waits to be
+        tracked.end_completion(index)  # its slots are released at its next token
         if tracked.finished:
             self._scheduler.abort(request_id)
             self._touched.pop(tracked, None)
@@ -431,7 +452,7 @@ class Engine:
     def _end_request(
         self, request_id: str, reason: FinishReason, error: str | None = None, suspect: bool = False
     ) -> None:
-        """Give a request its terminal state now. Does nothing if it has ended. ``suspect``: nobody may use its KV."""
+        """End a request. Does nothing if it has ended. ``suspect``: its KV must not be cached."""
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             self._scheduler.abort(request_id, suspect)
@@ -452,7 +473,7 @@ class Engine:
             self._places.free_place(request_id)
 
     def _check_workers(self) -> None:
-        """Look for lost workers and for lack of progress. Raises LaminaError if the engine cannot go on."""
+        """Detect lost workers and lack of progress. Raises LaminaError if the engine cannot continue."""
         members, placement = self._members, self._scheduler.placement
         if members.watch.ended:
             for sender, message in self._control.receive(POLL_S):  # it may have said why
@@ -470,12 +491,12 @@ class Engine:
         members.watch.raise_if_stalled()
 
     def _end_stranded(self) -> None:
-        """End the requests that no memory worker will have room for."""
+        """End the requests for which the memory workers will never have enough KV."""
         for group in self._scheduler.stranded:
             self._end_request(group.request.request_id, FinishReason.ERROR, _too_long(group, self.topology))
 
     def _end(self) -> None:
-        """End all requests with an error, then the workers. A failure of one part does not stop the others."""
+        """End all requests with an error, then all workers. A failure of one part does not prevent the others."""
         for part in (self._end_requests, self._end_workers, self._workers.close, self._control.close):
             try:
                 part()
@@ -483,7 +504,6 @@ class Engine:
                 log.exception("a part of the engine's shutdown failed; the rest continues")
 
     def _end_requests(self) -> None:
-        """Terminal states for all, without the scheduler, which may be what failed."""
         reason = f"the engine has stopped: {self._dead}. Start a new one"
         for request_id, tracked in list(self._tracked.items()):
             tracked.end_all(FinishReason.ERROR, reason)
@@ -505,7 +525,7 @@ class Engine:
 
 
 def _nothing() -> None:
-    """Used while nothing observes turns."""
+    """Do nothing: the default of ``Engine.after_turn``."""
 
 
 def _too_long(group: Group, topology: Topology) -> str:
@@ -516,7 +536,7 @@ def _too_long(group: Group, topology: Topology) -> str:
 
 
 def _call_back(tracked: TrackedRequest) -> bool:
-    """Call a caller back. False if that raised anything: one caller must not affect others."""
+    """Publish a request's updates; return False if its caller raised, which must not affect other requests."""
     try:
         tracked.publish()
     except BaseException:

@@ -1,10 +1,8 @@
-"""The engine's end of its frontends: takes their requests, and answers all of a frontend's with one message a turn.
+"""Serves frontend processes on the engine's side: receives their requests, sends each frontend one message per turn.
 
-The sockets are in a folder that only this user may enter. A thread reads what frontends send; the engine's own thread
-sends what it has drawn. The number of messages that a frontend has not taken is bounded: one that is suspended must not
-fill the engine's memory.
-
-Messages before a frontend's ``Resume`` are ignored: they may be meant for an engine that has ended.
+The sockets are in a folder that only this user may enter. A thread reads frontends' messages; the engine's own thread
+sends new tokens. The number of unread messages of a frontend is bounded, so that a suspended frontend cannot fill the
+engine's memory. Messages before a frontend's ``Resume`` are ignored: they may be meant for an engine that has ended.
 """
 
 import logging
@@ -27,6 +25,7 @@ from lamina.control.frontend_messages import (
     FrontendBootstrap,
     FrontendHello,
     GetStats,
+    GetTimeline,
     RequestTokens,
     Resume,
     Resumed,
@@ -36,20 +35,21 @@ from lamina.control.frontend_messages import (
     Submit,
     Submitted,
     Welcome,
-    unpacked,
+    unpack_tokens,
 )
 from lamina.core.errors import LaminaError, TransportError
 from lamina.core.types import FinishReason
 from lamina.engine.engine import Engine
+from lamina.engine.live_timeline import TimelineOf
 from lamina.engine.stats import StatsOf
 from lamina.engine.updates import OnTokens, TokenUpdate
 
 log = logging.getLogger(__name__)
 
-MOST_UNSENT = 16384  # messages, one a turn, that a frontend has not taken
-MOST_AT_ONCE = 64  # prompts of one message queued before other messages are looked at: a millisecond or two
+MOST_UNSENT = 16384  # unread messages of a frontend, one per turn
+MOST_AT_ONCE = 64  # prompts of one message queued before other messages are handled: a millisecond or two
 POLL_MS = 100
-WELCOME_MS = 5  # between two attempts to reach a frontend that has yet to connect
+WELCOME_MS = 5  # between two attempts to reach a frontend that has not connected yet
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -58,10 +58,11 @@ class _Member:
     """One frontend process.
 
     Attributes:
-        resumed: its ``Resume`` has come.
-        running: its requests that have not ended, by its own numbers.
-        news: of this turn, written by the engine's thread alone.
-        lost: why it can no longer be answered, if so.
+        name: Name of the frontend.
+        resumed: Whether its ``Resume`` has arrived.
+        running: Its requests that have not ended, by its own numbers.
+        news: New tokens of this turn. Only the engine's thread writes them.
+        lost: Why it cannot be reached; None if it can.
     """
 
     name: str
@@ -79,7 +80,7 @@ class _Submission:
     """A ``Submit`` of which the first ``queued`` prompts are in the engine.
 
     Attributes:
-        aborted: numbers of requests to end as soon as they are in the engine.
+        aborted: Numbers of requests to cancel as soon as they are queued.
     """
 
     member: _Member
@@ -93,7 +94,7 @@ class _Submission:
 
 
 class Frontends:
-    """The frontends that say that they are connected. ``on_frontend_exit`` may be called by any thread."""
+    """All frontends that have connected. ``on_frontend_exit`` may be called from any thread."""
 
     def __init__(
         self,
@@ -107,9 +108,14 @@ class Frontends:
     ) -> None:
         """Listen in ``folder``. Raises TransportError if that fails.
 
-        ``names``: of frontends that have been connected to an engine before this one, of which this is an
-        ``incarnation``. ``on_lost``: called from any thread with the name of one that can no longer be answered, and
-        why. ``on_death``: called with the reason when the engine has stopped by itself, before frontends are told.
+        Args:
+            engine: The engine.
+            folder: Folder of the sockets.
+            supervisor_pid: Process id of the supervisor.
+            incarnation: Number of the engine's process among the server's engines.
+            names: Frontends that were connected to an earlier engine.
+            on_lost: Called from any thread with the name of a frontend that cannot be reached, and the reason.
+            on_death: Called with the reason when the engine has stopped by itself, before frontends are told.
         """
         self._engine = engine
         self._incarnation = incarnation
@@ -144,7 +150,7 @@ class Frontends:
 
     @property
     def bootstrap(self) -> FrontendBootstrap:
-        """What the process of a frontend has to know, but for its name."""
+        """The bootstrap of a frontend process, without its name."""
         engine = self._engine
         return FrontendBootstrap(
             "",
@@ -160,7 +166,7 @@ class Frontends:
         )
 
     def on_frontend_exit(self, name: str) -> None:
-        """A frontend's process has ended: cancel its requests."""
+        """Cancel the requests of a frontend whose process has ended."""
         member = self._members.pop(name, None)
         if member is None:
             return
@@ -209,8 +215,7 @@ class Frontends:
             self._take(member, message)
 
     def _welcome(self, member: _Member) -> None:
-        """Tell a frontend of this engine, and of its end; again later, if its socket for answers is not connected
-        yet."""
+        """Send a frontend ``Welcome``, and ``Stopped`` if the engine has stopped; retry until its socket connects."""
         if self._send(member, Welcome(self._incarnation), connected=False):
             self._unwelcomed.discard(member.name)
             if self._told_of_death and (reason := self._engine.dead) is not None:  # the others have heard of it before
@@ -234,21 +239,27 @@ class Frontends:
         elif isinstance(message, Abort):
             for number in message.requests:
                 self._abort(member, number)
-        elif isinstance(message, GetStats):
+        elif isinstance(message, GetStats | GetTimeline | Scale):
+            self._reply(member, message)
+
+    def _reply(self, member: _Member, message: GetStats | GetTimeline | Scale) -> None:
+        if isinstance(message, GetStats):
             self._send(member, StatsOf(message.number, self._engine.stats()))
-        elif isinstance(message, Scale):
+        elif isinstance(message, GetTimeline):
+            self._send(member, TimelineOf(message.number, self._engine.timeline()))
+        else:
             self._scale(member, message)
 
     def _resume(self, member: _Member, one: Resumed) -> None:
-        """Go on with a request. If that is impossible, it ends with the error."""
-        drawn = {index: unpacked(tokens) for index, tokens in one.drawn.items()}
+        """Continue a request of an earlier engine; end it with the error if that is impossible."""
+        drawn = {index: unpack_tokens(tokens) for index, tokens in one.drawn.items()}
         begun = any(drawn.values()) or len(drawn) < one.params.n
         member.running.add(one.request)
         receive = self._receiver(member, one.request)
         try:
             self._engine.submit_tokens(
                 member.request_id(one.request),
-                unpacked(one.prompt),
+                unpack_tokens(one.prompt),
                 one.params,
                 receive,
                 one.client,
@@ -270,14 +281,14 @@ class Frontends:
                 self._send(member, Scaled(message.number, [], type(error).__name__, str(error)))
 
         try:
-            future = self._engine.scale(compute=message.compute, memory=message.memory)
+            future = self._engine.scale(compute=message.compute, memory=message.memory, prefill=message.prefill)
         except LaminaError as error:
             self._send(member, Scaled(message.number, [], type(error).__name__, str(error)))
         else:
             future.add_done_callback(done)
 
     def _submit(self, submission: _Submission) -> bool:
-        """Queue the next prompts; True once all are queued, or none because one was refused."""
+        """Queue the next prompts; return True once all are queued, or one was rejected and none is queued."""
         member, message = submission.member, submission.message
         begin, end = submission.queued, min(submission.queued + MOST_AT_ONCE, len(message.prompts))
         try:
@@ -288,7 +299,7 @@ class Frontends:
                 receive = self._receiver(member, number)
                 self._engine.submit_tokens(
                     member.request_id(number),
-                    unpacked(message.prompts[place]),
+                    unpack_tokens(message.prompts[place]),
                     params,
                     receive,
                     message.client,
@@ -329,7 +340,7 @@ class Frontends:
         return receive
 
     def _flush(self) -> None:
-        """Send everything new of this turn."""
+        """Send this turn's new tokens to all frontends."""
         for member in list(self._members.values()):
             if member.news:
                 news, member.news = member.news, []
@@ -343,8 +354,10 @@ class Frontends:
     # -- both ------------------------------------------------------------------------------------------------------
 
     def _send(self, member: _Member, message: msgspec.Struct, connected: bool = True) -> bool:
-        """Send if the frontend takes messages, else note that it is lost. ``connected``: it is lost as well if it
-        cannot be reached. Returns whether the message has been sent."""
+        """Send a message and return whether it was sent; record the frontend as lost if its queue is full.
+
+        ``connected``: it is also lost if it is not connected.
+        """
         if member.lost is not None:
             return False
         try:
@@ -365,4 +378,4 @@ class Frontends:
 
 
 def _nothing() -> None:
-    """The receiver of a request that nobody waits for."""
+    """Receive the updates of a request whose frontend is lost."""

@@ -1,4 +1,4 @@
-"""Which workers are lost, when the others may begin the next epoch, and deadlines of steps and migrations."""
+"""Detects lost workers, tracks the end of an epoch, and watches the deadlines of steps and migrations."""
 
 import collections
 from collections.abc import Collection, Iterable, Mapping
@@ -18,7 +18,7 @@ ACKNOWLEDGE_S = 60.0  # for a worker to end an epoch: it may be inside a long sl
 
 @dataclass
 class Complaints:
-    """Workers that others have no link to any more, or that the engine cannot reach, while their processes run."""
+    """Reports of workers that others, or the engine, cannot reach although their processes run."""
 
     _reasons: dict[tuple[str, str], tuple[str, float]] = field(default_factory=dict)
 
@@ -27,7 +27,7 @@ class Complaints:
         self._reasons.setdefault((reporter, worker), (reason, now))
 
     def keep_members(self, topology: Topology) -> None:
-        """Forget complaints by or of workers that do not take part any more."""
+        """Forget complaints by or about workers that are not members of ``topology``."""
         self._reasons = {
             pair: said
             for pair, said in self._reasons.items()
@@ -35,7 +35,7 @@ class Complaints:
         }
 
     def due(self, topology: Topology, now: float) -> tuple[str, str] | None:
-        """Return the worker to give up, with the reason, if a complaint is older than ``GRACE_S``."""
+        """Return the worker to declare lost, with the reason, if a complaint is older than ``GRACE_S``."""
         if not any(now - since > GRACE_S for _, since in self._reasons.values()):
             return None
         worker = blamed(list(self._reasons), topology)
@@ -43,10 +43,10 @@ class Complaints:
 
 
 def blamed(pairs: Collection[tuple[str, str]], topology: Topology) -> str:
-    """Return the worker to give up, of pairs (complaining, accused) of which at least one cannot reach the other.
+    """Return the worker to declare lost, given pairs (reporter, unreachable worker).
 
-    Either may be the one whose network fails: it is the one in most pairs. The last worker of its role is given up only
-    if no other is in any pair; of equals, the last memory worker, which costs least.
+    Either worker of a pair may be the one whose network fails, so the worker in most pairs is chosen; of several, the
+    last memory worker, whose loss costs least. The last worker of a role is chosen only if no other is in any pair.
     """
     counts = collections.Counter(member for pair in set(pairs) for member in topology.members if member.name in pair)
     spare = [member for member in counts if topology.lacks([member.name]) is None]
@@ -55,12 +55,12 @@ def blamed(pairs: Collection[tuple[str, str]], topology: Topology) -> str:
 
 @dataclass
 class Ending:
-    """How far the members are with the end of an epoch.
+    """Progress of the members with the end of an epoch.
 
     Attributes:
-        topology: of the next epoch.
-        lost_at: when the first of the losses that end the epoch was noticed.
-        since: when the members were told.
+        topology: Topology of the next epoch.
+        lost_at: When the first loss of the epoch was noticed.
+        since: When the members were told to end the epoch.
     """
 
     topology: Topology
@@ -69,13 +69,13 @@ class Ending:
     _missing: dict[str, list[str]] = field(default_factory=dict)  # by member that has answered
 
     def on_epoch_ended(self, worker: str, message: EpochEnded) -> bool:
-        """Record that a member has dropped the old epoch. True once all have, and none of its messages can arrive."""
+        """Record that a member has ended the old epoch; return True once all have, and no old message can arrive."""
         if message.epoch == self.topology.epoch:
             self._missing[worker] = message.missing
         return self._missing.keys() >= self.topology.names and not any(self._missing.values())
 
     def overdue(self, now: float) -> Mapping[str, str]:
-        """Return members to give up, with the reason: members without an answer, else the member that most wait for."""
+        """Return members to declare lost, with the reason: those without a reply, else the one that most wait for."""
         waited = now - self.since
         if waited < ACKNOWLEDGE_S:
             return {}
@@ -97,12 +97,12 @@ POLL_S = 0.1
 
 
 class Watch:
-    """Whether workers answer, and whether steps and migrations make progress.
+    """Watches whether workers reply, and whether steps and migrations make progress.
 
-    Times are ``awake_s`` of the control plane: a pause of the engine's process is not held against workers.
+    Times are ``awake_s`` of the control plane, which does not count pauses of the engine's process.
 
     Attributes:
-        silent: seconds without an answer, by worker, of those that are suspected.
+        silent: Seconds without a reply, by suspected worker.
     """
 
     def __init__(self, control: ControlServer, workers: Workers, turn: Turn, topology: Topology) -> None:
@@ -112,7 +112,7 @@ class Watch:
         self._turn = turn
         self._topology = topology
         self._complaints = Complaints()
-        self._failures: dict[str, Failed] = {}  # the last words of workers
+        self._failures: dict[str, Failed] = {}  # by worker: its message about its own failure
         # By lane: time and worker of the last progress of a step, the least recent first.
         self._progress: dict[int, tuple[float, str]] = {}
         self._migrations: dict[int, tuple[Migration, float]] = {}  # in progress, with their deadlines
@@ -141,22 +141,22 @@ class Watch:
 
     def complain(self, reporter: str, worker: str, reason: str) -> None:
         """Record that ``reporter`` cannot reach ``worker``, whose process may still run."""
-        if worker in self._topology.names:  # not one whose loss the reporter has noticed later than the engine
+        if worker in self._topology.names:  # the engine may know of the worker's loss already
             self._complaints.report(reporter, worker, reason, self._control.liveness.awake_s)
 
     @property
     def ended(self) -> dict[str, str]:
-        """Members whose processes have exited, with the known reason."""
+        """Return members whose processes have exited, with the known reason."""
         return {worker: reason for worker, reason in self._workers.ended().items() if worker in self._topology.names}
 
     @property
     def died(self) -> set[str]:
-        """Members that have ended by themselves: their processes have exited, or they said why they would."""
+        """Return members that have ended by themselves: their processes have exited, or they reported a failure."""
         failed = {name for name, message in self._failures.items() if message.kind != DeadlineError.__name__}
         return failed | self.ended.keys()
 
     def lost(self) -> dict[str, LaminaError]:
-        """Return members that take no more part, with the cause; some of their processes may still run."""
+        """Return lost members with the cause; some of their processes may still run."""
         self.silent = self._control.liveness.suspects()
         lost: dict[str, LaminaError] = {worker: exited(worker, reason) for worker, reason in self.ended.items()}
         lost |= {worker: silence({worker: s}) for worker, s in self._control.liveness.lost().items()}
@@ -167,13 +167,13 @@ class Watch:
         return lost
 
     def _cause(self, worker: str, message: Failed) -> LaminaError:
-        """Why a worker failed. A wait past its deadline is a consequence of another worker's silence, if one is."""
+        """Return why a worker failed. A missed deadline is blamed on a silent worker, if there is one."""
         if message.kind == DeadlineError.__name__ and self.silent:
             return silence(self.silent)
         return failure(worker, message)
 
     def raise_if_stalled(self) -> None:
-        """Raises TransportError if a step or a migration has made no progress for too long."""
+        """Raise TransportError if a step or a migration has made no progress for too long."""
         now = self._control.liveness.awake_s
         if (stuck := self._stuck(now)) is not None:
             step, lane, worker = stuck
@@ -201,7 +201,7 @@ class Watch:
             for step, plan in self._turn.in_flight.items():
                 if plan.lane == lane:
                     return step, lane, worker
-            del self._progress[lane]  # nothing runs there
+            del self._progress[lane]  # the lane has no step
         return None
 
 

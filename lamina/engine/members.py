@@ -1,4 +1,4 @@
-"""Who takes part in a cluster: losses end an epoch, joins and leaves change the members within one."""
+"""Maintains the members of a serving cluster: losses end an epoch, joins and leaves change members within an epoch."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,7 +21,7 @@ from lamina.control.messages import (
 )
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import LaminaError, TransportError, UnreachableError, WorkerError
-from lamina.core.topology import Role, Topology
+from lamina.core.topology import Pool, Topology
 from lamina.engine.losses import Ending, Watch
 from lamina.engine.pools import Pools
 from lamina.engine.stats import MemoryStats
@@ -31,10 +31,10 @@ from lamina.schedule.turn import Turn
 
 
 class Record:
-    """Follows the members; saves them when they change.
+    """Saves the members whenever they change, for an engine that takes over.
 
-    A worker that joins is left out until all others have applied the change, and a worker that leaves from before they
-    are told: an engine that takes over ends such workers, which is a loss like any other.
+    A joining worker is saved once all members have applied the change; a leaving worker is removed before members are
+    told. An engine that takes over ends workers that are not saved.
     """
 
     def __init__(self, topology: Topology, save: Callable[[Topology], None]) -> None:
@@ -58,8 +58,10 @@ class Record:
             self.set_members(self._pending[1])
 
     def on_workers_lost(self, lost: Collection[str]) -> None:
-        """Members are lost, and the others are about to be told of the next epoch, as which this counts even if none of
-        the lost has been saved. ``set_members`` comes once they are in it."""
+        """Save the members without ``lost``, as the next epoch, before the others are told to end this one.
+
+        ``set_members`` follows once they have begun the next epoch.
+        """
         self._pending = None
         self._leave_out(lost)
 
@@ -76,20 +78,20 @@ class Record:
 
 log = logging.getLogger(__name__)
 
-Save = Callable[[Topology, Mapping[Role, int]], None]
+Save = Callable[[Topology, Mapping[Pool, int]], None]
 """Called with members that another engine could take over, and how many workers the pools are to have, whenever the
 members change."""
 
 
 class Members:
-    """The workers of a running engine, and what they report besides steps. Methods run in the engine's thread.
+    """The workers of a running engine, and their messages that are not about steps. The engine's thread owns it.
 
     Attributes:
-        topology: the members now.
-        usage: the latest report of each memory worker.
-        pools: starts and ends workers; None: the pools are fixed.
-        recoveries: epochs that losses have ended.
-        recomputed: tokens whose KV was lost with workers.
+        topology: The current members.
+        usage: The latest slab usage of each memory worker.
+        pools: Starts and ends workers; None if the pools are fixed.
+        recoveries: Epochs that losses have ended.
+        recomputed: Tokens whose KV was lost with workers.
     """
 
     def __init__(
@@ -122,18 +124,18 @@ class Members:
 
     @property
     def states(self) -> Mapping[str, str]:
-        """All workers, by name: "serving", or how far those are that join or leave."""
+        """State by worker: "serving", or the stage of a joining or leaving worker."""
         changing = {} if self.pools is None else self.pools.states
         return {**dict.fromkeys((member.name for member in self.topology.members), "serving"), **changing}
 
     @property
     def memory_grows(self) -> bool:
-        """Whether more memory workers are on their way."""
+        """Whether more memory workers will join."""
         return self.pools is not None and self.pools.grows("memory")
 
     @property
     def memory_starts(self) -> bool:
-        """Whether more memory workers are on their way from here: they are there in a moment."""
+        """Whether memory workers that this engine starts will join soon."""
         return self.pools is not None and self.pools.starts("memory")
 
     @property
@@ -154,7 +156,8 @@ class Members:
         if worker not in self.topology.names:
             return  # it was lost after it sent this
         if isinstance(message, SlabUsage):
-            self.usage[worker] = MemoryStats(message.used, self.usage[worker].capacity, message.sequences)
+            capacity, parked = self.usage[worker].capacity, (message.parked, message.parked_nbytes)
+            self.usage[worker] = MemoryStats(message.used, capacity, message.sequences, 0, *parked)
             self._turn.note_attention(worker, message.busy_s)
         elif isinstance(message, Working):
             self.watch.progressed(message.lanes, worker)
@@ -176,7 +179,7 @@ class Members:
             log.warning("the disk of %s failed: %s; it takes no more KV", worker, message.error)
         scheduler = self._turn.scheduler
         scheduler.transferred(worker, message.number, message.complete, message.error)
-        missed = scheduler.disks.missed(worker)
+        missed = scheduler.disks.evicted_uncopied(worker)
         if missed > self.usage[worker].capacity and worker not in self._behind:
             self._behind.add(worker)
             log.warning(
@@ -186,7 +189,7 @@ class Members:
             )
 
     def tell(self, workers: Sequence[str], message: ToWorker) -> None:
-        """Send a message; those that cannot be reached may be lost."""
+        """Send a message; record workers that cannot be reached, which may be lost."""
         try:
             self._control.send(workers, message)
         except UnreachableError as error:
@@ -194,7 +197,7 @@ class Members:
                 self.watch.complain("engine", worker, reason)
 
     def lost(self) -> Mapping[str, LaminaError]:
-        """Return workers that are lost, or that keep the others from beginning the next epoch, with the reasons."""
+        """Return workers that are lost or overdue in ending the epoch, with the reasons."""
         lost = self.watch.lost()
         if lost or self._ending is None:
             return lost
@@ -204,10 +207,10 @@ class Members:
         }
 
     def on_workers_lost(self, lost: Mapping[str, LaminaError]) -> str | None:
-        """End the epoch: go on without these workers, and replace them. If no worker of a role is left, requests wait
-        for the replacement; raises the reason for the loss if there will be none.
+        """End the epoch, continue without the lost workers, and start replacements.
 
-        Returns the request that makes workers die, if this loss proves one: the caller ends it.
+        If a role has no worker left, requests wait for a replacement; raises the reason for the loss if there is none.
+        Returns a request that makes workers die, if this loss proves it; the caller ends the request.
         """
         pools, pipeline = self.pools, self.topology.pipeline
         if pipeline.ranks > 1 and pools is None:
@@ -252,19 +255,18 @@ class Members:
         for worker, kept in remains.kept.items():
             self.tell([worker], EndEpoch(topology, kept))
         self.tell([name for name in topology.computes if name not in remains.kept], EndEpoch(topology))
-        if not topology.members:  # nobody has anything to end
+        if not topology.members:  # no member has an epoch to end
             self._begin_epoch(self._ending)
         return remains.poison
 
     def _deaths(self, lost: Mapping[str, LaminaError]) -> Deaths:
-        """Return which of these workers have ended by themselves, rather than been stopped or cut off."""
         died = self.watch.died & lost.keys()
         computes = self.topology.computes
         replicas = [n // self.topology.pipeline.workers for n, name in enumerate(computes) if name in died]
         return Deaths(died & self.topology.capacities.keys(), replicas)
 
     def _adopt(self, topology: Topology) -> int:
-        """Change the members within the epoch. Workers that leave hold no KV and run no step."""
+        """Change the members within the epoch; return the change's number. Leaving workers hold no KV, run no step."""
         self.topology = topology
         self._control.apply_topology(topology)
         self.watch.apply_topology(topology)
@@ -278,7 +280,6 @@ class Members:
         return self._changes
 
     def _unused(self, host: str) -> int:
-        """Return the token slots of a host's memory workers that hold nothing."""
         there = [self.usage[member.name] for member in self.topology.members if member.host == host and member.capacity]
         return sum(usage.capacity - usage.used for usage in there)
 
@@ -288,7 +289,6 @@ class Members:
             self._begin_epoch(ending)
 
     def _begin_epoch(self, ending: Ending) -> None:
-        """Begin the next epoch, for which all members are ready."""
         self._ending = None
         self._record.set_members(self.topology)
         self.recoveries += 1

@@ -1,4 +1,4 @@
-"""The pools while the engine serves: workers join, leave, and are replaced when they are lost."""
+"""Changes the pools while the engine serves: adds, removes and replaces workers."""
 
 import logging
 from collections import Counter
@@ -8,19 +8,24 @@ from dataclasses import dataclass, field
 
 from lamina.cluster.conversations import Workers
 from lamina.cluster.joining import Fabric
-from lamina.cluster.pool import REMOTE, PoolChange
+from lamina.cluster.pool import REMOTE, PoolChange, parse_computes, size
+from lamina.cluster.pool import kinds as kinds_of
 from lamina.control.liveness import Restarts
 from lamina.control.messages import Changed, ToEngine
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, LaminaError, WorkerError
 from lamina.core.pipeline import Pipeline
-from lamina.core.topology import Member, Role, Topology
+from lamina.core.topology import Member, Pool, Role, Topology, role_of
 from lamina.engine.changes import Joiner, Joins, Leaves
 from lamina.schedule.turn import Turn
 
 log = logging.getLogger(__name__)
 
-AWAIT_S = 600.0  # for another machine's worker to take the place of the last one of a pool
+COMPUTE_POOLS: tuple[Pool, Pool] = ("prefill", "compute")
+AWAIT_S = 600.0  # for another machine's worker to replace the last worker of a pool
+
+Kinds = tuple[str, ...]
+"""The kind of each worker that joins together with others: one memory worker, or all workers of a replica."""
 
 Adopt = Callable[[Topology], int]
 """Switches the cluster to a topology without ending the epoch; returns the number of the Change."""
@@ -28,11 +33,12 @@ Adopt = Callable[[Topology], int]
 
 @dataclass(eq=False)
 class Resize:
-    """Workers that are to join or leave together. ``future`` has their names once all have.
+    """Workers that join or leave on one request.
 
     Attributes:
-        left: how many have not yet.
-        done: those that have.
+        future: Has their names once all have joined or left.
+        left: Number of workers that have not.
+        done: Names of workers that have.
     """
 
     future: "Future[list[str]]" = field(default_factory=Future)
@@ -40,7 +46,7 @@ class Resize:
     done: list[str] = field(default_factory=list)
 
     def on_member_change(self, name: str) -> None:
-        """Count a worker that has joined or left."""
+        """Record that a worker has joined or left."""
         self.left -= 1
         self.done.append(name)
         if not self.left and not self.future.done():
@@ -55,7 +61,7 @@ class Resize:
 
 
 class Pools:
-    """Changes the members at boundaries of steps. The engine's thread owns it."""
+    """Changes the members between steps. The engine's thread owns it."""
 
     def __init__(
         self,
@@ -67,10 +73,12 @@ class Pools:
         adopt: Adopt,
         unused: Callable[[str], int],
         max_restarts: int,
-        wanted: Mapping[Role, int],
+        wanted: Mapping[Pool, int],
     ) -> None:
-        """``unused``: token slots of a host's memory workers that hold nothing. ``max_restarts``: see
-        ``EngineConfig``. ``wanted``: how many workers the pools are to have; those that are missing are started."""
+        """``wanted``: target size of each pool; missing workers are started.
+
+        ``unused``: returns the unused token slots of a host's memory workers. ``max_restarts``: see ``EngineConfig``.
+        """
         self.topology = topology
         self.wanted = dict(wanted)
         self._workers = workers
@@ -80,37 +88,103 @@ class Pools:
         self._leaves = Leaves(control, workers, turn.scheduler)
         self._resizes: dict[str, Resize] = {}
         self._restarts: Mapping[Role, Restarts] = {"compute": Restarts(max_restarts), "memory": Restarts(max_restarts)}
-        self._due: list[tuple[float, Role, str]] = []  # replacements: when to start them, role, kind
-        self._moving = set[str]()  # members in whose place others were started, and that leave
-        self._awaited: dict[Role, float] = {}  # until when a worker of another machine may take a lost one's place
+        self._due: list[tuple[float, Pool, Kinds]] = []  # replacements: when to start them
+        self._turning: dict[str, Pool] = {}  # members that change their role, and the pool that they are to be in
+        self._offers = 0  # compute workers of other machines that wait for the rest of a replica
+        self._vacant: list[tuple[Pool, Kinds]] = []  # lost replicas that workers of other machines belonged to
+        self._moving = set[str]()  # leaving members whose replacements were started
+        self._awaited: dict[Role, float] = {}  # until when a worker of another machine may replace a lost one
         self._reasons: dict[Role, LaminaError] = {}  # why the latest worker of a role was lost or did not start
-        for role, count in topology.sizes.items():
-            for _ in range(wanted[role] - count):
-                kind = fabric.launcher.default_kind(role)
-                self._replace(role, kind, WorkerError(role, "it was lost with an earlier engine"))
+        for pool in topology.sizes:
+            for kinds in self._missing(pool):
+                self._replace(pool, kinds, WorkerError(pool, "it was lost with an earlier engine"))
+
+    def _missing(self, pool: Pool) -> list[Kinds]:
+        """Return the kinds of the workers that an earlier engine has lost: of whole replicas."""
+        each = 1 if pool == "memory" else self._pipeline.workers
+        count = (self.wanted[pool] - self.topology.sizes[pool]) // each
+        default: Kinds = (self._fabric.launcher.default_kind(pool),) * each
+        if count <= 0 or each == 1:
+            return [default] * count
+        config, topology = self._fabric.plan.config, self.topology
+        all_planned, prefills = kinds_of(parse_computes(config)), size(config.prefill)
+        planned = all_planned[:prefills] if pool == "prefill" else all_planned[prefills:]
+        lost = Counter(tuple(planned[first : first + each]) for first in range(0, len(planned), each))
+        kind_by_name = {member.name: member.kind for member in topology.members}
+        present = [replica for replica in topology.replicas if topology.pool_of(replica[0]) == pool]
+        lost.subtract(tuple(kind_by_name[name] for name in replica) for replica in present)
+        return [*lost.elements(), *[default] * count][:count]
 
     # -- what callers ask for
 
-    def resize(self, changes: Mapping[Role, PoolChange], resize: Resize) -> None:
-        """Let workers join, or leave where a count is negative. Raises ConfigError, having changed nothing, if that is
-        impossible."""
-        if "compute" in changes:
+    def resize(self, changes: Mapping[Pool, PoolChange], resize: Resize) -> None:
+        """Start workers, or begin to remove them where a count is negative.
+
+        Where one of ``prefill`` and ``compute`` grows and the other one shrinks, replicas change their role instead, as
+        far as the kinds of their workers allow. Raises ConfigError, with nothing changed, if a change is impossible.
+        """
+        if "prefill" in changes:
+            self._require_roles(changes["prefill"])
+        leavers = {pool: self._leavers(pool, one) for pool, one in changes.items() if one.count < 0}
+        turning = self._turners(changes, leavers)
+        joiners = {pool: one.count - [*turning.values()].count(pool) for pool, one in changes.items() if one.count > 0}
+        kinds = {pool: changes[pool].kind or self._fabric.launcher.default_kind(pool) for pool in joiners}
+        for pool, count in joiners.items():
+            if count:
+                self._check_growth(pool, kinds[pool], count)
+        going = [name for names in leavers.values() for name in names if name not in turning]
+        if any(self.topology.pool_of(name) != "memory" for name in going):
             self._require_single_workers()
-        leavers = [name for role, one in changes.items() if one.count < 0 for name in self._leavers(role, one)]
-        kinds = {role: one.kind or self._fabric.launcher.default_kind(role) for role, one in changes.items()}
-        for role, change in changes.items():
-            if change.count > 0:
-                self._check_growth(role, kinds[role], change.count)
-        self._leaves.validate_leave(leavers, self.topology)
-        resize.left = sum(abs(change.count) for change in changes.values())
-        for role, change in changes.items():
-            self.wanted[role] += change.count
-        for name in leavers:
+        self._leaves.validate_leave(going, self.topology)
+        resize.left = len(turning) + len(going) + sum(joiners.values())
+        for pool, change in changes.items():
+            self.wanted[pool] += change.count
+        self._turning |= turning
+        for name in (*turning, *going):
             self._resizes[name] = resize
+        for name in going:
             self._leaves.begin_leave(name, self.topology)
-        for role, change in changes.items():
-            for _ in range(change.count):
-                self._start(role, kinds[role], resize)
+        for pool, count in joiners.items():
+            for _ in range(count):
+                self._start(pool, (kinds[pool],), resize)
+
+    def _require_roles(self, change: PoolChange) -> None:
+        """Raise ConfigError if this cluster cannot have a prefill pool."""
+        pipeline, limits, config = self._pipeline, self._fabric.plan.limits, self._fabric.plan.config
+        if change.count % pipeline.workers:
+            raise ConfigError(
+                f"a replica has {pipeline.workers} compute workers, which does not divide {abs(change.count)}; "
+                f"give prefill a multiple of {pipeline.workers}"
+            )
+        if self.topology.local:
+            raise ConfigError(
+                "the KV of a prompt is in the memory of the replica that ran it, and stays there, so that no other "
+                "one can decode it; start with memory workers alone, such as --memory cpu:1, to scale prefill"
+            )
+        if config.pipelining == "rotational":
+            raise ConfigError(
+                "lanes visit all replicas in turn, and so those for prompts and those that decode; start without "
+                "--pipelining rotational to scale prefill"
+            )
+        if not pipeline.interchangeable and limits.max_sequences > limits.max_num_batched_tokens:
+            raise ConfigError(
+                f"{limits.max_sequences} sequences may decode at once, and one step has at most "
+                f"{limits.max_num_batched_tokens}: a replica that decodes alone has no room for them. Start with "
+                f"--max-num-seqs {limits.max_num_batched_tokens} at most to scale prefill"
+            )
+
+    def _turners(self, changes: Mapping[Pool, PoolChange], leavers: Mapping[Pool, Sequence[str]]) -> dict[str, Pool]:
+        """Return the workers that change pools instead of leaving, with their new pool."""
+        for grown, shrunk in (COMPUTE_POOLS, COMPUTE_POOLS[::-1]):
+            growth = changes.get(grown)
+            if growth is not None and growth.count > 0 and shrunk in leavers:
+                kinds = {member.name: member.kind for member in self.topology.members}
+                wrong = [name for name in leavers[shrunk] if growth.kind not in ("", kinds[name])]
+                apart = self.topology.whole_replicas(wrong)
+                fitting = [name for name in leavers[shrunk] if name not in apart]
+                count = min(len(fitting), growth.count) // self._pipeline.workers * self._pipeline.workers
+                return dict.fromkeys(fitting[len(fitting) - count :], grown)
+        return {}
 
     def _require_single_workers(self) -> None:
         if self._pipeline.workers > 1:
@@ -119,12 +193,16 @@ class Pools:
                 "scale memory alone"
             )
 
-    def _check_growth(self, role: Role, kind: str, count: int) -> None:
+    def _check_growth(self, pool: Pool, kind: str, count: int) -> None:
+        role = role_of(pool)
+        if role == "compute":
+            self._require_single_workers()
+        coming = self._joins.count(pool) if role == "memory" else self._coming_computes
         same = sum(member.role == role and member.kind == kind for member in self.topology.members)
-        self._fabric.launcher.validate_pool(role, kind, same + self._joins.count(role) + count)
+        self._fabric.launcher.validate_pool(role, kind, same + coming + count)
         if role == "memory":
             return
-        replicas = len(self.topology.computes) + self._joins.count("compute") + count
+        replicas = len(self.topology.computes) + coming + count
         slices = len(self._fabric.memory_setup.attentions) + 1
         if self._pipeline.rotates and replicas > slices:
             raise ConfigError(
@@ -132,123 +210,157 @@ class Pools:
                 f"have at most {slices} compute workers, or start with --pipelining fixed"
             )
 
-    def _leavers(self, role: Role, change: PoolChange) -> list[str]:
-        """Return the workers to let go: of memory workers those that hold least, of compute workers the latest."""
-        count = -change.count
-        members = [one for one in self.topology.members if one.role == role and one.name not in self._leaves.names]
-        least = 0 if role == "memory" and self.topology.local else 1
+    @property
+    def _coming_computes(self) -> int:
+        return sum(self._joins.count(pool) for pool in COMPUTE_POOLS)
+
+    def _leavers(self, pool: Pool, change: PoolChange) -> list[str]:
+        """Return the workers to remove: the memory workers that hold least, the compute workers that joined last."""
+        count, topology = -change.count, self.topology
+        gone = {*self._leaves.names, *self._turning}
+        members = [one for one in topology.members if topology.pool_of(one.name) == pool and one.name not in gone]
+        least = {"prefill": 0, "compute": self._pipeline.workers, "memory": 0 if topology.local else 1}[pool]
         if count > len(members) - least:
             raise ConfigError(
-                f"the {role} pool has {len(members)}, of which {least} must stay: {count} cannot leave. "
+                f"the {pool} pool has {len(members)}, of which {least} must stay: {count} cannot leave. "
                 f"Let fewer leave, or add others first"
             )
         candidates = [one.name for one in members if change.kind in ("", one.kind)]
         if count > len(candidates):
-            kinds = ", ".join(f"{kind}:{number}" for kind, number in Counter(one.kind for one in members).items())
-            raise ConfigError(f"the {role} pool has {kinds}: {count} of kind {change.kind} cannot leave")
-        if role == "compute":
+            found = ", ".join(f"{kind}:{number}" for kind, number in Counter(one.kind for one in members).items())
+            raise ConfigError(f"the {pool} pool has {found}: {count} of kind {change.kind} cannot leave")
+        if pool != "memory":
             return candidates[-count:]
         placement = self._turn.scheduler.placement
         return sorted(candidates, key=lambda name: placement.held([name]))[:count]
 
-    def _start(self, role: Role, kind: str, resize: Resize | None) -> None:
-        """Start another worker, on behalf of ``resize`` or as a replacement."""
+    def _start(self, pool: Pool, kinds: Kinds, resize: Resize | None) -> None:
+        """Start workers that enter together, for ``resize``, or as a replacement (None)."""
 
         def on_failed(error: LaminaError, again: bool) -> None:
-            if kind == REMOTE:
-                log.warning("a %s worker of another machine does not join: %s", role, error)
+            if REMOTE in kinds:
+                log.warning("a %s worker of another machine does not join: %s", pool, error)
+                self._await(pool, kinds)
             elif again:
-                self._start(role, kind, resize)
+                self._start(pool, kinds, resize)
             elif resize is not None:
-                log.warning("a %s worker does not join: %s", role, error)
-                self.wanted[role] -= 1
+                log.warning("a %s worker does not join: %s", pool, error)
+                self.wanted[pool] -= 1
                 resize.fail(error)
             else:
-                self._replace(role, kind, error)
+                self._replace(pool, kinds, error)
 
         try:
-            name = self._joins.start(role, kind, on_failed)
+            names = self._joins.start(pool, kinds, on_failed)
         except LaminaError as error:
             on_failed(error, False)
         else:
             if resize is not None:
-                self._resizes[name] = resize
+                self._resizes.update(dict.fromkeys(names, resize))
 
-    def coming(self, role: Role) -> int:
-        """Return how many workers of this role are on their way, or are to be started."""
-        return self._joins.count(role) + sum(one == role for _, one, _ in self._due)
+    def coming(self, pool: Pool) -> int:
+        """Return how many workers of a pool are joining or will be started."""
+        return self._joins.count(pool) + sum(len(kinds) for _, one, kinds in self._due if one == pool)
 
-    def leaving(self, role: Role) -> int:
-        """Return how many members of this role are about to leave."""
-        return sum(member.role == role and member.name in self._leaves.names for member in self.topology.members)
+    def leaving(self, pool: Pool) -> int:
+        """Return how many members of a pool are leaving."""
+        names = self._leaves.names
+        return sum(
+            member.name in names and self.topology.pool_of(member.name) == pool for member in self.topology.members
+        )
 
     # -- losses
 
     def may_replace(self, role: Role) -> bool:
-        """Return whether lost workers of this role are ever replaced; parts of a replica are not."""
-        if role == "compute" and self._pipeline.workers > 1:
-            return False
+        """Return whether lost workers of a role are replaced."""
         return self._restarts[role].most > 0 or self._fabric.plan.is_open
 
     def grows(self, role: Role) -> bool:
-        """True if another worker of this role is on its way, or may still come from another machine."""
+        """Return whether a worker of a role is joining, or may still join from another machine."""
         now = self._control.liveness.awake_s
-        return self.starts(role) or any(self._awaited.get(one, 0.0) > now for one in self._bringing(role))
+        return self.starts(role) or any(self._awaited.get(role_of(one), 0.0) > now for one in self._bringing(role))
 
     def starts(self, role: Role) -> bool:
-        """True if another worker of this role has been started here, or is about to be."""
+        """Return whether this engine has started or will start a worker of a role that has not joined."""
         return any(self.coming(one) for one in self._bringing(role))
 
-    def _bringing(self, role: Role) -> Sequence[Role]:
-        """Return the roles of workers that bring this one; a compute worker may bring memory too."""
-        return (role, "compute") if role == "memory" and self._fabric.plan.compute_setup.local else (role,)
+    def _bringing(self, role: Role) -> Sequence[Pool]:
+        """Return the pools whose workers add to ``role``: a compute worker with local memory adds to both roles."""
+        if role == "compute":
+            return COMPUTE_POOLS
+        return ("memory", "compute") if self._fabric.plan.compute_setup.local else ("memory",)
 
     def on_workers_lost(self, lost: Mapping[str, LaminaError], topology: Topology, free: bool = False) -> None:
-        """Members are lost, and the epoch of ``topology`` begins. Workers of the same kind are started for them; if
-        ``free``, at once and not counted: the search for a request that makes workers die is going on."""
+        """Members are lost, whole replicas of them, and the epoch of ``topology`` begins. Workers of the same kinds are
+        started for them; if ``free``, at once and not counted: the search for a request that makes workers die is going
+        on."""
         members = {member.name: member for member in self.topology.members}
+        pools = {name: self._turning.get(name) or self.topology.pool_of(name) for name in members}
+        replicas = {name: replica for replica in self.topology.replicas for name in replica}
+        replaced = set[str]()
         self._fabric.keep_members(topology.names)
         self.topology = topology
         self._joins.interrupt(next(iter(lost)))
         for name, reason in lost.items():
+            if self._turning.pop(name, None) is not None:  # the worker in its place has the other role from the start
+                self._note(name)
             if name in self._leaves.names:
                 self._leaves.on_worker_lost(name)
                 self._note(name)
             elif name in self._moving:
                 self._note(name)
-            else:
-                self._replace(members[name].role, members[name].kind, reason, free)
+            elif name not in replaced:
+                together = replicas.get(name, (name,))
+                replaced.update(together)
+                kinds = tuple(members[one].kind for one in together)
+                self._replace(pools[name], kinds, reason, free)
         for name in self._leaves.apply_topology(topology):  # they have to stay
-            self.wanted[members[name].role] += 1
+            self.wanted[pools[name]] += 1
             self._resizes.pop(name).fail(WorkerError(name, "it stays: all others of its pool were lost"))
 
-    def _replace(self, role: Role, kind: str, reason: LaminaError, free: bool = False) -> None:
+    def _replace(self, pool: Pool, kinds: Kinds, reason: LaminaError, free: bool = False) -> None:
+        role = role_of(pool)
         self._reasons[role] = reason
-        if role == "compute" and self._pipeline.workers > 1:
-            self.wanted[role] -= 1
-            return
         now, restarts = self._control.liveness.awake_s, self._restarts[role]
-        if kind == REMOTE:
+        if REMOTE in kinds:
             self._awaited[role] = now + AWAIT_S
-            log.warning("%s; another takes its place once it comes", reason)
+            self._await(pool, kinds)
+            log.warning("%s; another takes its place once enough workers of other machines come", reason)
             return
         at = now if free and restarts.most else restarts.next(now)
         if at is not None:
-            self._due.append((at, role, kind))
+            self._due.append((at, pool, kinds))
+
+    def _start_offered(self, role: Role, kind: str) -> None:
+        """Start workers of other machines that want to join, once there are enough for a whole replica."""
+        if role == "memory":
+            self._start(role, (kind,), None)
+            return
+        self._offers += 1
+        pool, kinds = self._vacant[0] if self._vacant else (role, (kind,) * self._pipeline.workers)
+        if self._offers >= kinds.count(REMOTE):
+            self._offers -= kinds.count(REMOTE)
+            del self._vacant[:1]
+            self._start(pool, kinds, None)
+
+    def _await(self, pool: Pool, kinds: Kinds) -> None:
+        """Record the kinds of a replica to start once enough workers of other machines want to join."""
+        if pool != "memory":
+            self._vacant.append((pool, kinds))
 
     def _grant_wishes(self) -> None:
-        """Let workers of other machines join and leave."""
+        """Let workers of other machines join and leave as they wish."""
         for wish in self._workers.wishes():
             try:
-                if wish.role == "compute":
+                if wish.leaver and wish.role == "compute":
                     self._require_single_workers()
                 if not wish.leaver:
-                    self._start(wish.role, wish.kind, None)
+                    self._start_offered(wish.role, wish.kind)
                 elif wish.leaver in self.topology.names and wish.leaver not in self._leaves.names:
                     if wish.moves and wish.leaver not in self._moving:
                         log.warning("the machine of %s is to end: it moves to another one", wish.leaver)
                         self._moving.add(wish.leaver)
-                        self._start(wish.role, wish.kind, None)
+                        self._start(self.topology.pool_of(wish.leaver), (wish.kind,), None)
                     if self.topology.lacks([*self._leaves.names, wish.leaver]) is not None:
                         raise ConfigError(f"{wish.leaver} stays: no other {wish.role} worker is left")
                     self._leaves.validate_leave([wish.leaver], self.topology)
@@ -259,21 +371,22 @@ class Pools:
     # -- every turn of the engine
 
     def handle_member_message(self, worker: str, message: ToEngine) -> bool:
-        """Handle what a worker says of joins and changes; False if it is about something else."""
+        """Handle a worker's message about joins and topology changes; return False for other messages."""
         if isinstance(message, Changed):
             self._leaves.note_changed(worker, message.number)
             return True
         return self._joins.handle_join_message(worker, message)
 
     def turn(self, steady: bool) -> None:
-        """Admit joiners that are ready, and release leavers that hold nothing any more. ``steady``: no epoch is ending.
+        """Admit linked joiners, and release leavers that hold no KV. ``steady``: no epoch is ending.
 
-        Raises the reason if the cluster has no worker of a role and none is on its way.
+        Raises the reason if a role has no worker and none is joining.
         """
         now = self._control.liveness.awake_s
         for due in [due for due in self._due if due[0] <= now]:
             self._due.remove(due)
-            self._start(due[1], due[2], None)
+            _, pool, kinds = due
+            self._start(pool, kinds, None)
         self._grant_wishes()
         self._joins.turn(self.topology, self._joined if steady else None)
         if steady:
@@ -284,14 +397,18 @@ class Pools:
             raise self._reasons[missing]
 
     def _change(self) -> None:
-        """Make the changes that can be made between the steps planned so far and the next ones."""
-        joiner = self._joins.linked
-        if joiner is not None and joiner.member is not None:
-            following = self._joined(joiner.member)
+        """Make the topology changes that are possible before the next step is planned."""
+        if (joiner := self._joins.linked) is not None:
+            following = self._joined(joiner.members, joiner.pool)
             if self._may_adopt(following):
                 self._enter(joiner, following)
+        for name in [] if self._joins.is_linking else list(self._turning):
+            if name in self._turning and self._may_adopt(following := self._turned(name)):
+                self._turn_role(name, following)
         # While a pool has no worker, those of the other one stay: a topology has members of both roles when one leaves.
         for name in self._leaves.ready if self.topology.serves and not self._joins.is_linking else ():
+            if name in self._turning:
+                continue
             following = self._left(name)
             if self._may_adopt(following):
                 others = following.names
@@ -300,7 +417,7 @@ class Pools:
                 self._fabric.keep_members(others)
 
     def _may_adopt(self, following: Topology) -> bool:
-        """False while steps in flight depend on the replicas: no more are planned until they have completed."""
+        """Return False while steps in flight depend on the replicas; no steps are planned until they complete."""
         if following.pipeline == self.topology.pipeline or not self._turn.in_flight:
             return True
         self._turn.pause()
@@ -310,33 +427,53 @@ class Pools:
         self._joins.entered(joiner)
         self.topology = following
         self._adopt(following)
-        self._note(joiner.name)
+        for name in joiner.names:
+            self._note(name)
+
+    def _turn_role(self, name: str, following: Topology) -> None:
+        """Change the role of the replica of ``name``."""
+        replica = self.topology.whole_replicas([name])
+        self.topology = following
+        self._adopt(following)
+        log.info("%s are now in the %s pool", ", ".join(sorted(replica)), following.pool_of(name))
+        for one in replica:
+            del self._turning[one]
+            self._note(one)
 
     def _note(self, name: str) -> None:
-        """A worker has joined or left."""
+        """Record in its resize that a worker has joined, left or changed its role."""
         self._moving.discard(name)
         if (resize := self._resizes.pop(name, None)) is not None:
             resize.on_member_change(name)
 
-    def _joined(self, member: Member) -> Topology:
-        replicas = len(self.topology.computes) + (member.role == "compute")
-        return self.topology.joined(member, self._pipeline_of(replicas))
+    def _joined(self, joiners: Sequence[Member], pool: Pool) -> Topology:
+        return self.topology.joined(joiners, self._pipeline_with({pool: len(joiners)}))
 
     def _left(self, name: str) -> Topology:
-        replicas = len(self.topology.computes) - (name in self.topology.computes)
-        return self.topology.left(name, self._pipeline_of(replicas))
+        return self.topology.left(name, self._pipeline_with({self.topology.pool_of(name): -1}))
 
-    def _pipeline_of(self, replicas: int) -> Pipeline:
-        """Return the pipeline for so many replicas; lanes do not rotate if there are more replicas than slices."""
-        if replicas == len(self.topology.computes):
+    def _turned(self, name: str) -> Topology:
+        """Return the topology in which the replica of ``name`` has its other role."""
+        replica, pool = self.topology.whole_replicas([name]), self.topology.pool_of(name)
+        count = len(replica)
+        pipeline = self._pipeline_with({pool: -count, self._turning[name]: count})
+        return self.topology.turned(replica, pipeline)
+
+    def _pipeline_with(self, changes: Mapping[Pool, int]) -> Pipeline:
+        """Return the pipeline once the pools have so many workers more; lanes do not rotate if there are more replicas
+        than slices."""
+        if changes.keys() <= {"memory"}:
             return self.topology.pipeline
-        pipeline = self._pipeline.with_replicas(max(1, replicas))
+        sizes, workers = self.topology.sizes, self._pipeline.workers
+        prefills, computes = (sizes[pool] + changes.get(pool, 0) for pool in COMPUTE_POOLS)
+        pipeline = self._pipeline.with_replicas(max(1, (prefills + computes) // workers), prefills // workers)
+        replicas = pipeline.replicas
         slices = len(self._fabric.memory_setup.attentions) + 1
         return pipeline if replicas <= slices else pipeline.without_rotation()
 
     @property
     def states(self) -> dict[str, str]:
-        return {**self._joins.stages, **self._leaves.stages}
+        return {**dict.fromkeys(self._turning, "turning"), **self._joins.stages, **self._leaves.stages}
 
     def close(self) -> None:
         stopped = WorkerError("engine", "it has stopped")
@@ -348,5 +485,5 @@ class Pools:
 
     @property
     def strangers(self) -> Collection[str]:
-        """Workers with a process that are not members."""
+        """Names of workers with a process that are not members."""
         return [*self._joins.stages, *self._leaves.parted]

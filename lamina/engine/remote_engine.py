@@ -29,6 +29,7 @@ from lamina.control.frontend_messages import (
     FrontendBootstrap,
     FrontendHello,
     GetStats,
+    GetTimeline,
     Resume,
     Resumed,
     Scale,
@@ -37,8 +38,9 @@ from lamina.control.frontend_messages import (
     Submit,
     Submitted,
     Welcome,
-    packed,
+    pack_tokens,
 )
+from lamina.control.timeline import Span
 from lamina.core.errors import (
     ConfigError,
     DeadlineError,
@@ -48,10 +50,11 @@ from lamina.core.errors import (
     RequestError,
 )
 from lamina.core.types import NOBODY, Client, FinishReason, Request
+from lamina.engine.live_timeline import TimelineOf
 from lamina.engine.stats import EngineStats, StatsOf
 from lamina.engine.streams import Submission
 from lamina.engine.updates import Reading, TokenUpdate, as_run
-from lamina.text.defaults import Defaults
+from lamina.models.directory import Defaults
 from lamina.text.grammars import require_grammar
 from lamina.text.prompts import check_tokens, prompt_tokens
 from lamina.text.tokenizer import Tokenizer
@@ -65,7 +68,7 @@ SUBMIT_TIMEOUT_S = 60.0
 STATS_TIMEOUT_S = 5.0
 MOST_AT_ONCE = 64  # messages read before the event loop handles other events
 
-_DECODER = msgspec.msgpack.Decoder(Welcome | Submitted | AnswerBatch | Stopped | StatsOf | Scaled)
+_DECODER = msgspec.msgpack.Decoder(Welcome | Submitted | AnswerBatch | Stopped | StatsOf | TimelineOf | Scaled)
 
 
 @dataclass(eq=False, slots=True)
@@ -79,8 +82,10 @@ class _Asked:
     def resumed(self, number: int) -> Resumed | None:
         """Return the message with which a new engine continues the request; None if all completions have ended."""
         one, open_ = self.request, self.reading.open
-        drawn = {index: packed(self.drawn[index]) for index in open_}
-        return Resumed(number, packed(one.prompt_token_ids), one.params, one.client, one.seed, drawn) if drawn else None
+        drawn = {index: pack_tokens(self.drawn[index]) for index in open_}
+        if not drawn:
+            return None
+        return Resumed(number, pack_tokens(one.prompt_token_ids), one.params, one.client, one.seed, drawn)
 
 
 class RemoteEngine:
@@ -160,7 +165,7 @@ class RemoteEngine:
             reading = Reading(request, self.tokenizer, one.on_update, self._finish)
             run = as_run(request, self.tokenizer, self.max_model_len)
             asked.append(_Asked(run, reading, [[] for _ in range(run.params.n)]))
-            prompts.append(packed(run.prompt_token_ids))
+            prompts.append(pack_tokens(run.prompt_token_ids))
         params = [one.request.params for one in asked]
         if all(each is params[0] for each in params):
             params = params[:1]
@@ -182,7 +187,7 @@ class RemoteEngine:
             raise
 
     def abort(self, request_id: str) -> None:
-        """End a request with the tokens it has, as ``Engine.abort`` does."""
+        """Cancel a request, as ``Engine.abort`` does."""
         number = self._named.get(request_id)
         if number is not None:
             self._send(Abort([number]))
@@ -205,14 +210,30 @@ class RemoteEngine:
             return self.stats()
         return self._last
 
-    def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> concurrent.futures.Future[list[str]]:
+    def timeline(self) -> dict[str, list[Span]]:
+        """Return what workers did of late, as ``Engine.timeline`` does. Raises DeadlineError."""
+        reply: concurrent.futures.Future[dict[str, list[Span]]] = concurrent.futures.Future()
+        with self._lock:
+            if self.dead is not None:
+                return {}
+            number = next(self._numbers)
+            self._replies[number] = reply
+            self._requests.send(self._encoder.encode(GetTimeline(number)))
+        with contextlib.suppress(EngineDeadError):
+            found: dict[str, list[Span]] = self._wait(number, reply, STATS_TIMEOUT_S)
+            return found
+        return {}
+
+    def scale(
+        self, *, compute: int | str = 0, memory: int | str = 0, prefill: int | str = 0
+    ) -> concurrent.futures.Future[list[str]]:
         """Change the pools as ``Engine.scale`` does. Errors are set on the future; only EngineDeadError is raised."""
         reply: concurrent.futures.Future[list[str]] = concurrent.futures.Future()
         with self._lock:
             self._require_alive()
             number = next(self._numbers)
             self._replies[number] = reply
-            self._requests.send(self._encoder.encode(Scale(number, compute, memory)))
+            self._requests.send(self._encoder.encode(Scale(number, compute, memory, prefill)))
         return reply
 
     def close(self) -> None:
@@ -271,7 +292,7 @@ class RemoteEngine:
             self._dispatch(_DECODER.decode(payload))
         self._loop.call_soon(self._receive)
 
-    def _dispatch(self, message: Welcome | Submitted | AnswerBatch | Stopped | StatsOf | Scaled) -> None:
+    def _dispatch(self, message: Welcome | Submitted | AnswerBatch | Stopped | StatsOf | TimelineOf | Scaled) -> None:
         if isinstance(message, AnswerBatch):
             for one in message.news:
                 if (asked := self._asked.get(one.request)) is not None:
@@ -285,6 +306,8 @@ class RemoteEngine:
             self._resolve(message.first, message)
         elif isinstance(message, StatsOf):
             self._resolve(message.number, message.stats)
+        elif isinstance(message, TimelineOf):
+            self._resolve(message.number, message.spans)
         elif isinstance(message, Scaled):
             self._note_scaled(message)
         elif isinstance(message, Stopped):

@@ -1,13 +1,13 @@
-"""Scaling by load: how many workers a pool is to have.
+"""Scales pools by load.
 
-The load of a pool is measured in workers that it would fill. A pool grows when it has been more than ``HIGH`` full for
-a while, or requests wait because of it, and shrinks when it would have been less than ``LOW`` full for much longer
-without one of its workers. As in the HorizontalPodAutoscaler of Kubernetes, what counts is the least that a pool has
-needed within the first time, and the most within the second: a peak adds nothing and a lull takes nothing away. Since
-``LOW`` is below ``HIGH``, a pool under a constant load comes to rest.
+Load is measured in workers that it would fill. A pool grows when its utilisation has been above ``HIGH`` for
+``grow_s``, or requests wait because of it. It shrinks when its utilisation with one worker less would have been below
+``LOW`` for ``shrink_s``, which is longer. As in Kubernetes' HorizontalPodAutoscaler, the lowest demand within
+``grow_s`` and the highest within ``shrink_s`` count, so that short peaks and lulls change nothing. Since ``LOW`` is
+below ``HIGH``, the size under constant load does not oscillate.
 
-A memory worker serves a second after it is started, and its KV moves when it leaves; a compute worker has to load the
-weights. So the memory pool follows its load within seconds, and the compute pool within minutes.
+A memory worker serves a second after its start; a compute worker must load weights first. So the memory pool follows
+its load within seconds, and the compute pool within minutes.
 """
 
 import collections
@@ -21,10 +21,11 @@ from dataclasses import dataclass
 
 from lamina.cluster.pool import PoolChange
 from lamina.core.errors import LaminaError
-from lamina.core.topology import Role, Topology
+from lamina.core.topology import Pool, Topology
 from lamina.engine.members import Members
-from lamina.engine.pools import Pools, Resize
+from lamina.engine.pools import COMPUTE_POOLS, Pools, Resize
 from lamina.engine.stats import ScalingStats
+from lamina.schedule.roles import RoleBalance, Times
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.turn import Turn
 
@@ -35,13 +36,13 @@ Bounds = tuple[int, int]
 
 @dataclass(frozen=True)
 class Windows:
-    """Seconds for which a pool must have been too small before it grows, and too large before it shrinks."""
+    """Seconds that a pool must be too small before it grows, and too large before it shrinks."""
 
     grow_s: float
     shrink_s: float
 
 
-WINDOWS: Mapping[Role, Windows] = {"compute": Windows(10.0, 300.0), "memory": Windows(1.0, 60.0)}
+WINDOWS: Mapping[Pool, Windows] = {"compute": Windows(10.0, 300.0), "memory": Windows(1.0, 60.0)}
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,13 @@ class Load:
     """Load of a pool, in workers.
 
     Attributes:
-        serving: those that serve and stay.
-        workers: with those on their way.
-        demand: those that the load would fill.
-        beside: what serves it besides the pool, the memory of compute workers.
-        starved: requests wait for more of them.
-        why: the figures.
+        serving: Members that do not leave.
+        workers: ``serving`` plus joining workers.
+        demand: Workers that the load would fill.
+        why: The figures of the load, in words.
+        beside: Capacity outside of the pool (local memory of compute workers), in workers.
+        starved: Whether requests wait for more workers.
+        missed: The target that is missed, in words; empty for pools without one.
     """
 
     serving: int
@@ -63,22 +65,23 @@ class Load:
     why: str
     beside: float = 0.0
     starved: bool = False
+    missed: str = ""
 
     @property
     def enough(self) -> int:
-        """The fewest workers that are no fuller than ``HIGH``, and one more than serve if requests wait."""
+        """Fewest workers with a utilisation up to ``HIGH``; more than ``serving`` if requests wait."""
         needed = math.ceil(round(self.demand / HIGH - self.beside, 6))
         return max(needed, self.serving + 1 if self.starved else 0)
 
     @property
     def plenty(self) -> int:
-        """The fewest that would be no fuller than ``LOW``."""
+        """Fewest workers with a utilisation up to ``LOW``."""
         return max(math.ceil(round(self.demand / LOW - self.beside, 6)), self.enough)
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a pool needed at a moment."""
+    """Workers that a pool needed at a moment."""
 
     at: float
     enough: int
@@ -86,14 +89,14 @@ class _Seen:
 
 
 class Autoscaler:
-    """Decides for one pool, which is looked at a few times a second."""
+    """Decides the size of one pool. ``decide`` is called a few times per second."""
 
     def __init__(self, bounds: Bounds, windows: Windows) -> None:
         self.bounds, self._windows = bounds, windows
         self._seen = collections.deque[_Seen]()
 
     def decide(self, load: Load, now: float) -> int:
-        """Workers that are to join now; -1: one is to leave. ``now``: seconds of a monotonic clock."""
+        """Return how many workers should join now; -1 if one should leave. ``now``: monotonic seconds."""
         least, most = self.bounds
         self._seen.append(_Seen(now, load.enough, load.plenty))
         while len(self._seen) > 1 and self._seen[1].at <= now - self._windows.shrink_s:
@@ -107,20 +110,22 @@ class Autoscaler:
         return -1 if keep < load.workers else 0
 
     def _within(self, window_s: float, now: float) -> list[_Seen]:
-        """Return what was seen within so long; nothing if the pool has not been observed for all of that time."""
+        """Return the observations of the last ``window_s``; empty if observations began later."""
         if self._seen[0].at > now - window_s:
             return []
         late = list(itertools.takewhile(lambda one: one.at > now - window_s, reversed(self._seen)))
         return [*late, self._seen[-1 - len(late)]] if len(late) < len(self._seen) else late
 
     def restart(self) -> None:
-        """What was seen does not count any more."""
+        """Drop all observations."""
         self._seen.clear()
 
 
 def memory_load(scheduler: Scheduler, topology: Topology, leaving: int, coming: int) -> Load:
-    """Return the memory pool's load: what requests have reserved, and what waiting requests need. ``leaving`` members
-    and ``coming`` workers."""
+    """Return the memory pool's load: reserved slots, and slots that waiting requests need.
+
+    ``leaving``, ``coming``: numbers of leaving members and joining workers.
+    """
     capacities = topology.capacities
     slots = sum(capacities.values())
     used = slots - scheduler.placement.left_in_all
@@ -138,8 +143,7 @@ def memory_load(scheduler: Scheduler, topology: Topology, leaving: int, coming: 
 
 
 def compute_load(scheduler: Scheduler, busy: float, serving: int, coming: int) -> Load:
-    """Return the compute pool's load. ``busy``: workers that would have spent the same time in slices without a
-    pause."""
+    """Return the compute pool's load. ``busy``: time in slices over elapsed time, summed over workers."""
     queued = [group for group in scheduler.requests if group.lane < 0]
     waits = bool(queued) and scheduler.placement.fitting(queued[0].to_run, len(queued[0].completions)) is not None
     starved = waits and busy > HIGH * serving
@@ -147,32 +151,50 @@ def compute_load(scheduler: Scheduler, busy: float, serving: int, coming: int) -
     return Load(serving, serving + coming, min(busy, HIGH * serving), why, starved=starved)
 
 
+@dataclass(frozen=True)
+class Targets:
+    """Seconds to the first token of a request, and between two tokens."""
+
+    first_s: float
+    between_s: float
+
+
+def expected_times(turn: Turn, targets: Targets, prefill: int) -> Times:
+    """Return what requests wait for now, as shares of the targets. ``prefill``: replicas that run prompts."""
+    decodes = any(plan.decoding.sequences for plan in turn.in_flight.values())
+    between_s = turn.between_s if decodes else 0.0
+    return Times(turn.scheduler.prompts_s / max(1, prefill) / targets.first_s, between_s / targets.between_s)
+
+
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
 BUSY_S = 10.0  # over which the time in slices is averaged: a step may take seconds
-REFUSED_S = 30.0  # before a change is tried again that was refused, or whose workers did not start
+REFUSED_S = 30.0  # before a change that was refused, or whose workers did not start, is tried again
 
 
 class Scaling:
     """The pools that scale by load. The engine's thread owns it; any thread may read ``stats``."""
 
-    def __init__(self, bounds: Mapping[Role, Bounds], turn: Turn, members: Members) -> None:
-        self._turn, self._members = turn, members
-        self._scalers = {role: Autoscaler(each, WINDOWS[role]) for role, each in bounds.items()}
-        self._resizes: list[tuple[Role, int, Resize]] = []  # in progress
-        self._refused: dict[Role, float] = {}  # until when
+    def __init__(self, bounds: Mapping[Pool, Bounds], turn: Turn, members: Members, targets: Targets) -> None:
+        """``targets``: for which replicas change their role, if there are bounds for ``prefill``."""
+        self._turn, self._members, self._targets = turn, members, targets
+        self._scalers = {pool: Autoscaler(each, WINDOWS[pool]) for pool, each in bounds.items() if pool != "prefill"}
+        workers = members.topology.pipeline.workers
+        self._roles = RoleBalance(*(one // workers for one in bounds["prefill"])) if "prefill" in bounds else None
+        self._resizes: list[tuple[Pool, int, Resize]] = []  # in progress
+        self._refused: dict[Pool, float] = {}  # until when
         self._looked = 0.0
         self._busy = collections.deque[tuple[float, float]](maxlen=round(BUSY_S / LOOK_S))  # time, seconds in slices
         self.stats: Mapping[str, ScalingStats] = {role: ScalingStats(*each) for role, each in bounds.items()}
 
     def look(self, now: float) -> None:
-        """Look at all pools if the last time was ``LOOK_S`` ago. ``now``: seconds of a monotonic clock."""
+        """Observe and resize all pools, every ``LOOK_S``. ``now``: monotonic seconds."""
         pools = self._members.pools
-        if now < self._looked + LOOK_S or pools is None or not self._scalers:
+        if now < self._looked + LOOK_S or pools is None or not self.stats:
             return
         self._looked = now
-        self._busy.append((now, self._turn.busy_s))
+        self._busy.append((now, self._turn.busy_s - self._turn.prefill_busy_s))
         (begin, before), (end, after) = self._busy[0], self._busy[-1]
         busy = (after - before) / max(end - begin, LOOK_S)
         self._note_failures(now)
@@ -184,20 +206,38 @@ class Scaling:
                 self._note(role, load=load.demand, why=load.why)
                 if change := scaler.decide(load, now):
                     self._resize(role, change, load, pools, now)
+        if self._roles is not None:
+            self._balance_roles(self._roles, pools, now)
 
-    def _load(self, role: Role, pools: Pools, busy: float) -> Load:
+    def _balance_roles(self, roles: RoleBalance, pools: Pools, now: float) -> None:
+        """Let a replica change its role if a target is missed."""
+        if not self._members.is_steady or any(state != "serving" for state in self._members.states.values()):
+            roles.restart()
+            return
+        topology, workers = self._members.topology, self._members.topology.pipeline.workers
+        prefill, decode = (topology.sizes[pool] // workers for pool in COMPUTE_POOLS)
+        times = expected_times(self._turn, self._targets, prefill or decode)
+        why = f"prompts take {times.first:.2f} and steps {times.between:.2f} of their targets"
+        load = Load(prefill * workers, prefill * workers, times.first * prefill * workers, why)
+        self._note("prefill", load=load.demand, why=why)
+        if self._refused.get("prefill", 0.0) <= now and (change := roles.decide(times, prefill, decode, now)):
+            missed = "first tokens came too late" if change > 0 else "tokens came too slowly"
+            self._resize("prefill", change * workers, dataclasses.replace(load, missed=missed), pools, now)
+
+    def _load(self, role: Pool, pools: Pools, busy: float) -> Load:
         leaving, coming = pools.leaving(role), pools.coming(role)
         topology = self._members.topology
         if role == "memory":
             return memory_load(self._turn.scheduler, topology, leaving, coming)
-        return compute_load(self._turn.scheduler, busy, len(topology.computes) - leaving, coming)
+        return compute_load(self._turn.scheduler, busy, topology.sizes["compute"] - leaving, coming)
 
-    def _resize(self, role: Role, change: int, load: Load, pools: Pools, now: float) -> None:
+    def _resize(self, role: Pool, change: int, load: Load, pools: Pools, now: float) -> None:
         if change < 0 and (pools.coming(role) or pools.leaving(role)):
-            return  # one at a time, so that each has made room before it is decided whether another one may leave
+            return  # one worker leaves at a time
         resize = Resize()
         try:
-            pools.resize({role: PoolChange(change)}, resize)
+            changes = {role: PoolChange(change)}
+            pools.resize(changes | {"compute": PoolChange(-change)} if role == "prefill" else changes, resize)
         except LaminaError as error:
             self._refuse(role, change, error, now)
             return
@@ -208,24 +248,27 @@ class Scaling:
         self._note(role, grown=grown, shrunk=shrunk, last=_reason(change, load), at=time.time())
 
     def _note_failures(self, now: float) -> None:
-        """Drop the changes that have ended, and record those that failed."""
+        """Drop changes that have ended, and record those that failed."""
         ended = [one for one in self._resizes if one[2].future.done()]
         self._resizes = [one for one in self._resizes if one not in ended]
         for role, change, resize in ended:
             if isinstance(error := resize.future.exception(), LaminaError):
                 self._refuse(role, change, error, now)
 
-    def _refuse(self, role: Role, change: int, error: LaminaError, now: float) -> None:
+    def _refuse(self, role: Pool, change: int, error: LaminaError, now: float) -> None:
         self._refused[role] = now + REFUSED_S
-        self._scalers[role].restart()
+        if role in self._scalers:
+            self._scalers[role].restart()
         log.warning("the %s pool cannot scale by %+d: %s", role, change, error)
         self._note(role, last=f"{change:+d}, refused or failed", at=time.time())
 
-    def _note(self, role: Role, **changes: float | int | str) -> None:
+    def _note(self, role: Pool, **changes: float | int | str) -> None:
         self.stats = {**self.stats, role: dataclasses.replace(self.stats[role], **changes)}  # type: ignore[arg-type]
 
 
 def _reason(change: int, load: Load) -> str:
-    """Without figures: it is a label of a metric."""
+    """Return the reason without figures, for a metric's label."""
+    if load.missed:
+        return f"{change:+d}, {load.missed}"
     why = "it was hardly used" if change < 0 else "requests waited" if load.starved else "it was nearly full"
     return f"{change:+d}, {why}"

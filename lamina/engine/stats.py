@@ -1,5 +1,6 @@
-"""Figures that the engine reports, and where KV is."""
+"""Statistics that the engine reports: requests, pools, and the placement of KV."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,36 +16,42 @@ from lamina.schedule.scheduler import Scheduler
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Token slots of one memory worker, from its latest report: at most half a second old.
+    """Token slots of one memory worker, from its latest report, at most 0.5 s old.
 
     Attributes:
-        used: by requests.
-        cached: by prefixes that no request uses now; they are given up when requests need them.
-        sequences: of requests.
+        used: Slots of requests.
+        capacity: All slots.
+        sequences: Sequences of requests.
+        cached: Slots of cached prefixes that no request uses, which are evicted when requests need them.
+        parked: Messages for attention that have waited until K and V of earlier chunks were stored.
+        parked_nbytes: Bytes in them.
     """
 
     used: int
     capacity: int
     sequences: int
     cached: int = 0
+    parked: int = 0
+    parked_nbytes: int = 0
 
     def without(self, cached: int, sequences: int) -> "MemoryStats":
-        """Return the usage with ``cached`` slots counted as cached instead of used, and without ``sequences``, which
-        hold cached prefixes."""
+        """Return the stats with ``cached`` slots and ``sequences``, which hold cached prefixes, not counted as used."""
         cached = min(cached, self.used)
-        return MemoryStats(self.used - cached, self.capacity, max(0, self.sequences - sequences), cached)
+        left = max(0, self.sequences - sequences)
+        return dataclasses.replace(self, used=self.used - cached, sequences=left, cached=cached)
 
 
 @dataclass(frozen=True)
 class PlacementStats:
-    """Who has KV where, at most ``LOOK_S`` old, and what moves.
+    """Where the KV of requests is, at most ``LOOK_S`` old, and its moves.
 
     Attributes:
-        held: by memory worker and request, the tokens of the requests with most; shared ones count for each.
-        moving: ranges on their way, as (source, target, tokens).
-        moved: bytes of KV that moves have brought, by memory worker.
-        moves: that were completed.
-        refused, cancelled: moves for which a target had no room, and those that their requests did not wait for.
+        held: Tokens of the largest requests, by memory worker and request; shared tokens count for each request.
+        moving: Moves in flight, as (source, target, tokens).
+        moved: Bytes of KV received by moves, by memory worker.
+        moves: Completed moves.
+        refused: Moves for which the target had too little free KV.
+        cancelled: Moves whose requests ended or were preempted first.
     """
 
     held: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -60,12 +67,14 @@ class ScalingStats:
     """State of a pool that scales by load.
 
     Attributes:
-        least, most: workers.
-        load: how many its load would fill, at the last look.
-        why: the figures of that.
-        grown, shrunk: workers that were asked to join, and to leave, so far.
-        last: the latest such change, and its reason; empty before.
-        at: when that was, in Unix time.
+        least: Smallest size.
+        most: Largest size.
+        load: Latest load, in workers that it would fill.
+        why: The figures of the load, in words.
+        grown: Workers that were asked to join so far.
+        shrunk: Workers that were asked to leave so far.
+        last: The latest change and its reason; empty before the first.
+        at: Unix time of the latest change.
     """
 
     least: int
@@ -79,7 +88,7 @@ class ScalingStats:
 
 
 def imbalance(memory: Mapping[str, MemoryStats]) -> float:
-    """Slots that requests use on the fullest memory worker, over the mean of all; 1 if all are equal, or empty."""
+    """Return the slots used on the fullest memory worker over the mean of all workers; 1 if all are equal or empty."""
     used = [stats.used for stats in memory.values()]
     return max(used) * len(used) / sum(used) if sum(used) else 1.0
 
@@ -89,19 +98,25 @@ class EngineStats:
     """Counters of an engine.
 
     Attributes:
-        running, waiting: requests; both 0 once the engine has stopped.
-        steps: completed.
-        preempted: requests whose KV was dropped and computed again, counted each time.
-        recoveries: times that workers were lost and the others went on.
-        recomputed: tokens whose KV was lost with them, and is computed again.
-        dead: why the engine has stopped, if it has.
-        workers: all of them, by name: "serving", or how far those are that join or leave.
-        silent: seconds without an answer, by worker, of workers that may be declared lost soon.
-        links: pairs of workers, by transport and its reason.
-        prefix_queries, prefix_hits: tokens of requests admitted, and those of them found in the prefix cache.
-        placement: who has KV where, and what moves.
-        spilled, fetched: tokens copied to disks of memory workers, and back.
-        scaling: of the pools that scale by load.
+        running: Running requests; 0 once the engine has stopped.
+        waiting: Waiting requests; 0 once the engine has stopped.
+        steps: Completed steps.
+        preempted: Preemptions, after which a request's KV is computed again.
+        recoveries: Recoveries from lost workers.
+        recomputed: Tokens whose KV was lost with workers and computed again.
+        memory: Token slots, by memory worker.
+        dead: Why the engine has stopped; None while it runs.
+        silent: Seconds without a reply, by worker that may be declared lost soon.
+        workers: State by worker: "serving", or the stage of a joining or leaving worker.
+        links: Number of linked pairs, by transport and its reason.
+        prefix_queries: Prompt tokens of admitted requests.
+        prefix_hits: Those of ``prefix_queries`` found in the prefix cache.
+        placement: Where KV is, and its moves.
+        spilled: Tokens copied to disks of memory workers.
+        fetched: Tokens copied back from disks.
+        scaling: Pools that scale by load.
+        roles: What the lanes of each compute worker run: "prefill", "decode" or "both".
+        handovers: Requests that went from a replica that only runs prompts to one that decodes.
     """
 
     running: int
@@ -121,21 +136,23 @@ class EngineStats:
     spilled: int = 0
     fetched: int = 0
     scaling: Mapping[str, ScalingStats] = field(default_factory=dict)
+    roles: Mapping[str, str] = field(default_factory=dict)
+    handovers: int = 0
 
 
 class StatsOf(msgspec.Struct, tag=True, frozen=True):
-    """Engine to frontend: the answer to ``GetStats`` number ``number``."""
+    """Engine to frontend: reply to ``GetStats`` number ``number``."""
 
     number: int
     stats: EngineStats
 
 
 LOOK_S = 1.0
-MOST_HELD = 16  # requests of a worker that are named
+MOST_HELD = 16  # requests listed for a worker
 
 
 class PlacementView:
-    """The latest look at where KV is. ``stats`` may be read by any thread."""
+    """Computes ``PlacementStats`` every ``LOOK_S``. Any thread may read ``stats``."""
 
     def __init__(self, scheduler: Scheduler, attentions: Sequence[AttentionSpec], element: KvElement) -> None:
         self._scheduler = scheduler
@@ -144,7 +161,7 @@ class PlacementView:
         self.stats = PlacementStats()
 
     def look(self, now: float) -> None:
-        """Look again if the last time was ``LOOK_S`` ago. ``now``: seconds of any monotonic clock."""
+        """Update ``stats`` if it is older than ``LOOK_S``. ``now``: monotonic seconds."""
         if now < self._looked + LOOK_S:
             return
         self._looked = now
@@ -164,7 +181,7 @@ class PlacementView:
 
 
 def holdings(lanes: Sequence[Lane], prefixes: PrefixCache, placement: Placement) -> dict[str, dict[str, int]]:
-    """Slots of each running request, by memory worker and request; what it shares with cached prefixes included."""
+    """Return the slots of running requests by memory worker and request, with slots shared with cached prefixes."""
     held: dict[str, dict[str, int]] = {}
     for lane in lanes:
         for group in lane.running:

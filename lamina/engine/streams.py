@@ -1,4 +1,4 @@
-"""The engine as callers see it, and the requests of one caller as iterators."""
+"""Defines the engine's interface for callers (``Runtime``), and iterators over the updates of their requests."""
 
 import asyncio
 import threading
@@ -6,17 +6,18 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol, Self
 
+from lamina.control.timeline import Span
 from lamina.core.errors import EngineDeadError, OverloadedError
 from lamina.core.types import Client, SamplingParams
 from lamina.engine.stats import EngineStats
 from lamina.engine.updates import OnUpdate, RequestUpdate
-from lamina.text.defaults import Defaults
+from lamina.models.directory import Defaults
 from lamina.text.prompts import Prompt
 from lamina.text.tokenizer import Tokenizer
 
 
 class Submission(NamedTuple):
-    """A request to queue: ``on_update`` is called with every update of it."""
+    """A request to queue. ``on_update`` is called with every update."""
 
     request_id: str
     prompt: str | list[int]
@@ -25,7 +26,7 @@ class Submission(NamedTuple):
 
 
 class Runtime(Protocol):
-    """An engine: ``engine.Engine`` in its own process, ``remote.RemoteEngine`` in a frontend.
+    """Interface of an engine: ``engine.Engine`` in the same process, ``remote_engine.RemoteEngine`` in a frontend.
 
     Attributes:
         model_name: The model's name for clients.
@@ -42,23 +43,27 @@ class Runtime(Protocol):
 
     @property
     def dead(self) -> str | None:
-        """Why it has stopped, if it has."""
+        """Why the engine has stopped; None while it runs."""
         ...
 
     def submit_all(self, submissions: Sequence[Submission], client: Client) -> None:
-        """Queue all or none. Raises RequestError, OverloadedError, EngineDeadError. May wait: not for event loops."""
+        """Queue all requests or none. May block. Raises RequestError, OverloadedError, EngineDeadError."""
         ...
 
     def abort(self, request_id: str) -> None:
-        """End a request with the tokens it has. Does nothing if it is unknown or has ended."""
+        """Cancel a request, which keeps the tokens it has. Does nothing if it is unknown or has ended."""
         ...
 
     def stats(self) -> EngineStats:
-        """Counters as of now. May wait: not for event loops."""
+        """Return current statistics. May block."""
         ...
 
-    def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> Future[list[str]]:
-        """Let workers join the pools, or leave where a number is negative; see ``engine.Engine.scale``."""
+    def timeline(self) -> dict[str, list[Span]]:
+        """Return workers' recent spans by name; see ``engine.Engine.timeline``. May block."""
+        ...
+
+    def scale(self, *, compute: int | str = 0, memory: int | str = 0, prefill: int | str = 0) -> Future[list[str]]:
+        """Add workers to the pools, or remove some; see ``engine.Engine.scale``."""
         ...
 
     def close(self) -> None:
@@ -74,10 +79,10 @@ WATCH_S = 10.0
 
 
 class _Requests:
-    """Requests submitted together, with the unread updates of each. ``notify`` runs on the engine's thread.
+    """Requests submitted together, with the unread updates of each.
 
-    Without ``client``, all requests of one call count as one client. If more than ``most_unread`` tokens are unread,
-    the requests are cancelled and ``pop_unread`` raises.
+    ``notify`` is called on the engine's thread after every update. Without ``client``, the requests count as one client
+    of their own. If more than ``most_unread`` tokens are unread, the requests are cancelled and ``pop_unread`` raises.
     """
 
     def __init__(
@@ -101,7 +106,7 @@ class _Requests:
         self._aborted = False
 
     def submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
-        """Submit all of them, or raise and leave none behind."""
+        """Submit all requests; if one is rejected, raise and submit none."""
         submissions = [
             Submission(self._name(index), prompt, chosen, self._receiver(index))
             for index, (prompt, chosen) in enumerate(zip(prompts, params, strict=True))
@@ -115,11 +120,11 @@ class _Requests:
         except BaseException:
             self._running.clear()
             raise
-        if self._aborted:  # meanwhile: abort() may have come too early
+        if self._aborted:  # abort() was called during the submission
             self.abort()
 
     def pop_unread(self) -> list[Update]:
-        """Unread updates, in prompt order, which are then read. Raises OverloadedError if there were too many."""
+        """Remove and return the unread updates, in prompt order. Raises OverloadedError if there were too many."""
         with self._lock:
             if self._overrun is not None:
                 raise OverloadedError(self._overrun)
@@ -129,7 +134,7 @@ class _Requests:
 
     @property
     def done(self) -> bool:
-        """True once every final update has been read."""
+        """Whether every final update has been read."""
         return not self._running
 
     def abort(self) -> None:
@@ -141,7 +146,7 @@ class _Requests:
             self._engine.abort(self._name(index))
 
     def check_alive(self) -> None:
-        """Raises EngineDeadError if the engine has stopped."""
+        """Raise EngineDeadError if the engine has stopped."""
         reason = self._engine.dead
         if reason is not None:
             raise EngineDeadError(reason)
@@ -173,11 +178,11 @@ class _Requests:
 
 
 class Outputs(Iterator[Update]):
-    """Iterator over the updates of several prompts; ends when all requests have. Closing it cancels the rest.
+    """Iterator over the updates of several prompts. It ends when all requests have; closing it cancels the rest.
 
     Raises:
-        RequestError: a prompt cannot be served; no request is left running.
-        EngineDeadError: the engine has stopped.
+        RequestError: A prompt cannot be served; no request is left running.
+        EngineDeadError: The engine has stopped.
     """
 
     def __init__(
@@ -210,10 +215,10 @@ class Outputs(Iterator[Update]):
 
 
 class AsyncOutputs(AsyncIterator[Update]):
-    """Outputs of requests for an event loop: made by ``await AsyncOutputs.submit(...)``, read in that loop.
+    """Asynchronous iterator over updates, made by ``await AsyncOutputs.submit(...)`` and read in that event loop.
 
     Raises:
-        OverloadedError: more than ``most_unread`` tokens were unread; the requests are cancelled.
+        OverloadedError: More than ``most_unread`` tokens were unread; the requests are cancelled.
     """
 
     def __init__(
@@ -236,7 +241,7 @@ class AsyncOutputs(AsyncIterator[Update]):
         client: Client | None = None,
         most_unread: int | None = None,
     ) -> Self:
-        """Submit all prompts, in a thread because tokenizing a long text takes time."""
+        """Submit all prompts in a thread, since tokenizing a long text takes time."""
         outputs = cls(engine, request_id, client, most_unread)
         try:
             await asyncio.to_thread(outputs._requests.submit, prompts, params)
@@ -264,7 +269,7 @@ class AsyncOutputs(AsyncIterator[Update]):
         self._requests.abort()
 
     def _watch(self) -> None:
-        """Wake the reader now and then, also without updates. One timer costs less than a deadline for every wait."""
+        """Wake the reader periodically, so that it notices a stopped engine."""
         self._arrived.set()
         self._timer = self._loop.call_later(WATCH_S, self._watch)
 

@@ -1,4 +1,4 @@
-"""What callers get of a request: updates as token ids and as text, and the output that they add up to."""
+"""Updates of requests, as token ids and as text: detokenizes, finds stop strings, and sums updates up to outputs."""
 
 import dataclasses
 import logging
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lamina.control.frontend_messages import CompletionTokens
-from lamina.control.logprobs import cut, drawn_logprob
+from lamina.control.packed_logprobs import cut, drawn_logprob
 from lamina.core.errors import RequestError
 from lamina.core.requests import Group
 from lamina.core.types import CompletionOutput, FinishReason, Logprob, Request, RequestOutput, Segment
@@ -19,9 +19,14 @@ from lamina.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 @dataclass(slots=True)
 class TokenUpdate:
-    """What the engine tells of a request: the completions with news. ``group``: the request in its scheduler.
+    """New tokens of a request, as the engine publishes them.
 
-    ``cached_tokens`` of the prompt were found in the prefix cache.
+    Attributes:
+        completions: Completions with new tokens.
+        finished: Whether this is the last update.
+        error: Why the request failed.
+        cached_tokens: Prompt tokens found in the prefix cache.
+        group: The request in the scheduler.
     """
 
     completions: list[CompletionTokens]
@@ -39,10 +44,10 @@ class CompletionUpdate:
     """New tokens of one completion: one entry per token in each list.
 
     Attributes:
-        texts: the text that each token completed, which may be more or less than its own.
-        logprobs: not named yet, see ``text.logprobs``; None if not requested.
-        rest: text held back until the end.
-        prompt_logprobs: as ``logprobs``, for the prompt's tokens but the first; they come before the new tokens.
+        texts: Text that each token completed, which may differ from the token's own text.
+        logprobs: Log-probabilities without texts, see ``text.logprobs``; None if not requested.
+        rest: Text held back until the end.
+        prompt_logprobs: Like ``logprobs``, for all prompt tokens but the first; they precede the new tokens.
     """
 
     index: int
@@ -55,7 +60,7 @@ class CompletionUpdate:
     prompt_logprobs: list[Position] | None = None
 
     def extend(self, newer: "CompletionUpdate") -> None:
-        """Add what came after."""
+        """Append a later update."""
         self.token_ids += newer.token_ids
         self.texts += newer.texts
         if self.logprobs is not None:
@@ -68,9 +73,15 @@ class CompletionUpdate:
 
 @dataclass(slots=True)
 class RequestUpdate:
-    """New tokens of a request; ``completions`` holds all of its completions, in order, also unchanged ones.
+    """New tokens and text of a request, as callers receive them.
 
-    ``cached_tokens`` of the prompt were found in the prefix cache.
+    Attributes:
+        request: The request.
+        completions: All completions in order, including unchanged ones.
+        finished: Whether this is the last update.
+        error: Why the request failed.
+        placement: Where the request's KV is.
+        cached_tokens: Prompt tokens found in the prefix cache.
     """
 
     request: Request
@@ -82,12 +93,12 @@ class RequestUpdate:
 
     @property
     def tokens(self) -> int:
-        """New tokens of all completions together."""
+        """Number of new tokens of all completions."""
         return sum(len(completion.token_ids) for completion in self.completions)
 
     @property
     def positions(self) -> int:
-        """New tokens of all completions together, and the tokens of prompts with new log-probabilities."""
+        """Number of new tokens of all completions, plus prompt tokens with new log-probabilities."""
         return self.tokens + sum(len(completion.prompt_logprobs or ()) for completion in self.completions)
 
     def extend(self, newer: "RequestUpdate") -> None:
@@ -117,8 +128,7 @@ class Whole:
             self._update.extend(update)
 
     def output(self) -> RequestOutput:
-        """Return a copy of everything so far, as callers of the SDK see it. Raises ValueError before the first
-        update."""
+        """Return a copy of the sum, as the SDK's callers see it. Raises ValueError before the first update."""
         update = self._update
         if update is None:
             raise ValueError("the request has had no update yet")
@@ -154,10 +164,10 @@ class Whole:
 
 
 def as_run(request: Request, tokenizer: Tokenizer, max_model_len: int) -> Request:
-    """Return the request that the engine runs for a caller's request; ``Reading`` turns its tokens back.
+    """Return the request that the engine runs for a caller's request; ``Reading`` converts its tokens back.
 
-    The engine draws ``best_of`` completions, knows bad words as tokens, and scores a prompt by being forced to draw it
-    after its first token. Raises RequestError for a prompt that leaves no room.
+    ``best_of`` becomes ``n``, bad words become tokens, and a prompt to be scored becomes its first token with the other
+    tokens forced. Raises RequestError for a prompt that is too long.
     """
     params, tokens = request.params, request.prompt_token_ids
     if params.prompt_logprobs is None and params.best_of is None and not params.bad_words:
@@ -190,12 +200,16 @@ OnStop = Callable[[str, int], None]
 
 @dataclass(slots=True)
 class _Text:
-    """One completion: its text so far, as far as the next token needs it, and how it ended.
+    """Detokenization state of one completion, and how it ended.
 
     Attributes:
-        of_prompt: tokens of the prompt that the engine has still to draw.
-        score: sum of the log-probabilities of its tokens, if the best completions are selected.
-        tokens: how many they are.
+        detokenizer: Converts its tokens to text.
+        stop: Finds stop strings.
+        of_prompt: Prompt tokens that the engine has still to draw, when a prompt is scored.
+        score: Sum of the log-probabilities of its tokens, if the best completions are selected.
+        tokens: Number of tokens in ``score``.
+        finish_reason: Why it ended.
+        stop_reason: Stop string or stop token that ended it.
     """
 
     detokenizer: IncrementalDetokenizer
@@ -208,11 +222,10 @@ class _Text:
 
 
 class Reading:
-    """Turns the tokens of one request into text and ends its completions at stop strings. Not thread-safe.
+    """Converts the tokens of one request to text and ends its completions at stop strings. Not thread-safe.
 
-    ``request`` is the caller's; the tokens are those that the engine draws for ``as_run(request)``.
-
-    The engine draws on until it has heard of a stop string: tokens after one are discarded here.
+    ``request`` is the caller's; the tokens are those that the engine draws for ``as_run(request)``. Tokens that the
+    engine draws before it learns of a stop string are discarded.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, on_update: OnUpdate, on_stop: OnStop) -> None:
@@ -242,7 +255,7 @@ class Reading:
         return [index for index, text in enumerate(self._texts) if text.finish_reason is None]
 
     def on_update(self, update: TokenUpdate) -> None:
-        """Pass on what is new. Does nothing once every completion has ended."""
+        """Pass on new text. Does nothing once every completion has ended."""
         if self._finished:
             return
         params = self._request.params
@@ -259,7 +272,7 @@ class Reading:
             for part in update.completions:
                 if self._texts[part.index].finish_reason is None and self._read(part, news[part.index]):
                     stopped.append(part.index)
-        except Exception as failure:  # a request has a terminal state whatever its tokenizer does
+        except Exception as failure:  # a failing tokenizer ends the request in an error
             log.exception("the text of request %s cannot be decoded", self._request.request_id)
             error = f"the answer cannot be decoded: {failure}"
             stopped = [index for index, text in enumerate(self._texts) if text.finish_reason is None]
@@ -283,8 +296,6 @@ class Reading:
             self._on_update(self._best(whole))
 
     def _best(self, whole: RequestUpdate) -> RequestUpdate:
-        """Return the ``n`` completions whose tokens have the highest log-probability on average, the best first."""
-
         def score(completion: CompletionUpdate) -> float:
             text = self._texts[completion.index]
             return text.score / max(text.tokens, 1)
@@ -294,7 +305,7 @@ class Reading:
         return dataclasses.replace(whole, completions=completions)
 
     def _read(self, part: CompletionTokens, news: CompletionUpdate) -> bool:
-        """Add the text of ``part`` to ``news``; True if a stop string has ended the completion."""
+        """Add the text of ``part`` to ``news``; return True if a stop string has ended the completion."""
         text = self._texts[part.index]
         reason = part.finish_reason
         last = len(part.token_ids) - 1 if reason is FinishReason.STOP else -1  # the token that ended it
@@ -337,13 +348,13 @@ class Reading:
 
 
 def segments_of(group: Group) -> tuple[Segment, ...]:
-    """Return where KV of a request is, on memory workers that take part: it may have lost some since its last token."""
+    """Return the segments of a request on current memory workers; some may have been lost since its last token."""
     if group.lane < 0:
         return ()
     return tuple(
         dataclasses.replace(segment, tokens=(start, kept if stop is None else min(stop, kept)))
         for completion in group.completions
-        for kept in [group.kept(completion)]
+        for kept in [group.stored_tokens(completion)]
         for segment in group.expand(completion.segments)
         for start, stop in [segment.tokens]
         if start < max(kept, 1)

@@ -1,4 +1,4 @@
-"""Allocates huge-page memory for KV slabs and packed weights."""
+"""Allocates huge-page host memory for KV slabs and packed weights."""
 
 import mmap
 from contextlib import suppress
@@ -10,13 +10,14 @@ HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 
 def allocate(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Zeroed memory of ``nbytes`` bytes, aligned to and advised for huge pages; unmapped with its last view.
+    """Return ``nbytes`` zeroed bytes, aligned to huge pages, which are requested; unmapped with the last view.
 
     With 4 KiB pages, scattered reads of a slab spend their time in page-table walks. Pages are allocated when they are
     first written; a kernel built without huge pages provides small ones.
 
     Raises:
-        ValueError: nbytes is not positive. OSError: the address space cannot be mapped.
+        ValueError: ``nbytes`` is not positive.
+        OSError: The address space cannot be mapped.
     """
     if nbytes <= 0:
         raise ValueError(f"nbytes is {nbytes}; give a positive number of bytes")

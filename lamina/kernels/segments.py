@@ -1,4 +1,4 @@
-"""The input of every attention kernel: arrays of K and V, and which rows attend to which tokens."""
+"""Input of the attention kernels: element types of a slab, and the table of which rows attend to which slots."""
 
 import functools
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ STORAGE: Mapping[KvElement, np.dtype[Any]] = {
     KvElement.INT8: np.dtype(np.int8),
     KvElement.FP8: np.dtype(np.uint8),  # the bits of e4m3
 }
-"""The numpy type of a slab's elements, by which kernels recognise them."""
+"""The numpy type of a slab's elements, from which kernels know the element type."""
 
 
 IntArray = npt.NDArray[np.int32]
@@ -25,16 +25,16 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class SegmentTable:
-    """S (sequence, segment) pairs: which query rows attend to which slots. Planned once per step, used by every layer.
+    """S (sequence, segment) pairs: which query rows attend to which slots. Made once per step, used by every layer.
+
+    Kernels check sizes, order and bounds against q, k and v.
 
     Args:
-        query_offsets: int32 [S + 1], rows of q of each pair, contiguous.
-        query_start: int32 [S], position of the pair's first query row; its row i is at ``query_start + i``.
-        kv_offsets: int64 or int32 [S + 1], into ``slots``.
+        query_offsets: int32 [S + 1], pair s has rows [query_offsets[s], query_offsets[s + 1]) of q.
+        query_start: int32 [S], position of the pair's first query row; the others follow.
+        kv_offsets: int64 or int32 [S + 1], pair s has tokens [kv_offsets[s], kv_offsets[s + 1]) of ``slots``.
         kv_start: int32 [S], position of the segment's first token.
         slots: int32 [N], slab slot of each token, by ascending position.
-
-    Every call checks sizes, order and bounds against its q, k and v.
     """
 
     query_offsets: IntArray

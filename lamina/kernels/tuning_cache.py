@@ -1,4 +1,4 @@
-"""What has been measured of a device, kept in the user's cache: later starts on such a device find it again."""
+"""Stores measurements of a device in the user's cache, so that later starts on the same kind of device read them."""
 
 import logging
 import os
@@ -14,15 +14,16 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def place(what: str, *names: str) -> Path | None:
-    """Return the file of measurements of the devices and versions ``names``; None without a cache directory."""
+def file_for(what: str, *names: str) -> Path | None:
+    """Return the file for measurements of the kind ``what``, of devices and versions ``names``; None without a cache
+    directory."""
     cache = environment().cache_dir
     name = "-".join(names).replace(" ", "-").replace("/", "-").lower()
     return cache and cache / what / f"{name}.json"
 
 
 def load(path: Path | None, kind: type[T]) -> T | None:
-    """Return what ``save`` wrote; None if it is not there, or unreadable: it is a cache."""
+    """Return what ``save`` wrote; None if the file does not exist or is invalid."""
     try:
         return None if path is None else msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError):
@@ -30,7 +31,7 @@ def load(path: Path | None, kind: type[T]) -> T | None:
 
 
 def save(path: Path | None, found: Any) -> None:
-    """Keep it, whole, for later processes, if there is a place for it that can be written to."""
+    """Write ``found`` atomically. Logs a warning if the file cannot be written."""
     if path is None:
         return
     try:
@@ -39,4 +40,4 @@ def save(path: Path | None, found: Any) -> None:
         unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
         unfinished.replace(path)
     except OSError as error:
-        logger.warning("what was measured is not kept, and measured again by the next start: %s", error)
+        logger.warning("measurements cannot be stored, so the next start measures again: %s", error)

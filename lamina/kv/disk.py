@@ -1,14 +1,12 @@
-"""Cached prefixes on the disks of memory workers: which are copied there, and which are fetched for a request. Pure.
+"""Decides which cached prefixes memory workers copy to their disks, and which they read back for a request. Pure.
 
 A worker's disk holds blocks of ``BLOCK`` consecutive tokens. The key of a block is a digest of its tokens and all
 tokens before them, so that equal keys mean equal prefixes. Once a worker is half full, it copies its prefixes to disk,
-oldest first, while they stay in memory. Eviction therefore never waits for the disk: what is already copied is not
-lost, and the rest is dropped, as it would be without a disk. Prefixes that several workers hold together are not
-copied.
+oldest first, while they stay in memory. So eviction never waits for the disk: a prefix that is evicted before it was
+copied is lost, as without a disk. Prefixes that several workers hold together are not copied.
 
-If a request begins with blocks that are on disk but not in memory, they are fetched into slots reserved for them before
-the request queues. Then they are cached like any other prefix. The cached prefix that they extend must not move while
-they are fetched.
+If a request begins with blocks that are on disk but not in memory, they are fetched into reserved slots before the
+request queues, and are then cached like any other prefix. The cached prefix that they extend must not move meanwhile.
 """
 
 import collections
@@ -65,7 +63,7 @@ class Blocks:
         self._pinned.subtract(blocks)
 
     def allocate_blocks(self, count: int) -> list[int]:
-        """Take up to ``count`` blocks to write to: free ones, then the least recently used."""
+        """Return up to ``count`` blocks to write to: free blocks, then the least recently used."""
         taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
         for key, block in list(self._kept.items()) if len(taken) < count else ():
             if len(taken) == count:
@@ -75,14 +73,14 @@ class Blocks:
                 taken.append(block)
         return taken
 
-    def put(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Note that blocks that were taken now hold these keys."""
+    def record_written(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Record that allocated blocks now hold these keys."""
         for key, block in zip(keys, blocks, strict=True):
             self._free += [self._kept.pop(key)] if key in self._kept else []
             self._kept[key] = block
 
-    def give_back(self, blocks: Sequence[int]) -> None:
-        """Free blocks that were taken but not written."""
+    def free_unwritten(self, blocks: Sequence[int]) -> None:
+        """Free blocks that were allocated but not written."""
         self._free += blocks
 
     def discard_unreadable(self, keys: Sequence[bytes]) -> None:
@@ -92,7 +90,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class _Copying:
-    """A copy of blocks of ``leaf`` with these ``keys``. Blocks from place ``following`` on are not examined yet."""
+    """A copy in flight of blocks of ``leaf`` with these ``keys``. Blocks from ``following`` on are to be examined."""
 
     leaf: Node
     spill: Spill
@@ -102,7 +100,7 @@ class _Copying:
 
 @dataclass(eq=False)
 class _Coming:
-    """Blocks that are being fetched for a request. They extend ``base``, a cached prefix that must not move."""
+    """A fetch of blocks for a request. They extend ``base``, a cached prefix that must not move."""
 
     group: Group
     salt: str
@@ -115,10 +113,10 @@ class _Coming:
 
 @dataclass(frozen=True)
 class DiskChanges:
-    """What the next plan does about disks.
+    """Changes for the next plan.
 
     Attributes:
-        forks: of resident prefixes, which ``fetches`` extend.
+        forks: forks of cached prefixes, which ``fetches`` extend.
         spills: copies to disks.
         fetches: copies from disks.
         queued: requests that no longer wait for blocks.
@@ -131,10 +129,11 @@ class DiskChanges:
 
 
 class Disks:
-    """The disks of all memory workers. Does nothing without blocks.
+    """The disks of all memory workers. Does nothing if they have no blocks.
 
     Attributes:
-        spilled, fetched: tokens so far.
+        spilled: tokens copied to disks so far.
+        fetched: tokens fetched from disks so far.
         held: requests that wait for blocks.
     """
 
@@ -145,8 +144,8 @@ class Disks:
         sequences: Iterator[int],
         overcommit: float,
     ) -> None:
-        """``sequences``: numbers for new sequences. ``overcommit``: how many times its slots a worker and its disk
-        hold."""
+        """``sequences`` yields numbers for new sequences. ``overcommit``: tokens of a worker's memory and disk
+        together, as a multiple of its slots."""
         self.spilled = self.fetched = 0
         self.held: dict[Group, None] = {}
         self._placement = placement
@@ -165,18 +164,18 @@ class Disks:
         self.on_places_changed()
 
     def on_workers_lost(self, lost: Collection[str], *, ends_epoch: bool) -> list[Group]:
-        """Forget what these workers held; the end of an epoch also ends all transfers.
+        """Forget the blocks of lost workers; the end of an epoch also ends all transfers.
 
         Call ``on_places_changed`` afterwards. Returns the requests that no longer wait for blocks.
         """
         for worker in [worker for worker in self._copying if ends_epoch or worker in lost]:
             copying = self._copying.pop(worker)
-            self._disks[worker].give_back(copying.spill.blocks)
+            self._disks[worker].free_unwritten(copying.spill.blocks)
         if not ends_epoch:
             return []
         begun = [*self._coming.values(), *self._arrived]
         ended = [*begun, *self._wanted]
-        queued = [coming.group for coming in ended if self._let_go(coming)]
+        queued = [coming.group for coming in ended if self._end_fetch(coming)]
         for coming in begun:
             if coming.fetch.worker not in lost:
                 self._prefixes.free_unused(coming.fetch.child)
@@ -211,7 +210,7 @@ class Disks:
             self._queue_copy(leaf)
 
     def _copies(self, worker: str) -> list[Spill]:
-        """Return the next copy of a worker: empty or one, if it is due."""
+        """Return the next copy of a worker as a list; empty if none is due."""
         placement, uncopied = self._placement, self._uncopied[worker]
         filled = placement.reserved[worker] + placement.idle[worker]
         if (
@@ -244,7 +243,7 @@ class Disks:
     # -- and back ----------------------------------------------------------------------------------------------------
 
     def fetch_for(self, group: Group) -> bool:
-        """Fetch blocks of a request if the disks have some. False if there is nothing to wait for: queue it."""
+        """Fetch blocks of a request if disks have some. Return False if the request need not wait for any."""
         first = group.completions[0]
         if not any(map(len, self._disks.values())) or self._placement.splits(group.to_run):
             return False
@@ -281,16 +280,16 @@ class Disks:
         self._wanted.append(_Coming(group, salt, ids, keys, base, fetch))
         self.held[group] = None
 
-    def missed(self, worker: str) -> int:
+    def evicted_uncopied(self, worker: str) -> int:
         """Return how many tokens were evicted from a worker with a disk before they were copied."""
         return self._prefixes.evicted[worker] if worker in self._disks else 0
 
     def abandon(self, group: Group) -> bool:
-        """Note that a request has ended. True if it was waiting for blocks, which are fetched all the same."""
+        """Forget a request that has ended. Return whether it was waiting for blocks, whose fetch continues."""
         return self.held.pop(group, 0) is None
 
-    def _let_go(self, coming: _Coming) -> bool:
-        """End a fetch, successful or not: release its slots. Returns whether its request waits for it."""
+    def _end_fetch(self, coming: _Coming) -> bool:
+        """End a fetch, successful or not, and release its slots. Return whether its request still waits for it."""
         worker, tokens = coming.fetch.worker, len(coming.keys) * BLOCK
         self._disks[worker].unpin(coming.fetch.blocks)
         self._placement.will_release(worker, tokens)
@@ -303,9 +302,9 @@ class Disks:
 
     # -- both --------------------------------------------------------------------------------------------------------
 
-    def done(self, worker: str, number: int, complete: bool, error: str) -> None:
-        """Note that a worker has ended copy or fetch ``number``; not ``complete``: it failed. ``error``: of its disk,
-        which is then no longer used. Does nothing for a copy or fetch that was already dropped."""
+    def on_stored(self, worker: str, number: int, complete: bool, error: str) -> None:
+        """Handle a worker's ``Stored`` message: copy or fetch ``number`` has ended. After an ``error``, the worker's
+        disk is not used any more. Ignores a copy or fetch that was dropped."""
         copying = self._copying.get(worker)
         if copying is not None and copying.spill.number == number:
             self._note_copied(copying, complete)
@@ -320,21 +319,23 @@ class Disks:
         worker = copying.spill.worker
         del self._copying[worker]
         if not complete:
-            self._disks[worker].give_back(copying.spill.blocks)
+            self._disks[worker].free_unwritten(copying.spill.blocks)
             self._queue_copy(copying.leaf)  # it may have moved
             return
         self.spilled += len(copying.keys) * BLOCK
-        self._disks[worker].put(copying.keys, copying.spill.blocks)
+        self._disks[worker].record_written(copying.keys, copying.spill.blocks)
         if worker not in self._failed:
             self._uncopied[worker].appendleft((copying.leaf, copying.following))
 
     def changes(self) -> DiskChanges:
-        """Return what the next plan does. Caches fetched blocks. Call it before ``PrefixCache.changes``."""
+        """Add fetched blocks to the prefix cache, and return the changes for the next plan.
+
+        Call it before ``PrefixCache.changes``."""
         arrived, self._arrived = self._arrived, []
         queued: list[Group] = []
         for coming in arrived:
             worker = coming.fetch.worker
-            queued += [coming.group] if self._let_go(coming) else []
+            queued += [coming.group] if self._end_fetch(coming) else []
             if coming.failed:
                 self._disks[worker].discard_unreadable(coming.keys)
             else:

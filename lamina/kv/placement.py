@@ -1,4 +1,4 @@
-"""How many token slots of each memory worker are reserved, and which workers a request fits. No clock, no sockets."""
+"""Reserves token slots of memory workers, and selects the workers that hold a request's KV. Pure."""
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -8,25 +8,25 @@ from lamina.core.errors import RequestError
 from lamina.core.topology import Topology
 from lamina.core.types import Partition, Segment
 
-AHEAD = 8  # steps for which all sequences of a worker can grow: as long as slots of a dropped sequence take to return
-LEAST_SEGMENT = 64  # tokens; many smaller segments would cost more than dropping a request and computing it again
+AHEAD = 8  # steps for which slots are left for growth: a preempted sequence's slots return within as many
+LEAST_SEGMENT = 64  # tokens; many smaller segments would cost more than preempting a request
 NOWHERE: frozenset[str] = frozenset()
 WATERMARK = 0.05  # share of a worker's slots that admission leaves free, besides those for growth
 AFFINITY = 2  # a token of a cached prefix counts as much as this many free slots when a worker is chosen
 
 
 def nowhere(lane: int) -> frozenset[str]:
-    """Return no place: the rows of each lane attend to all KV."""
+    """Return ``NOWHERE``, as ``Placement.beyond`` without local memory."""
     return NOWHERE
 
 
 def reach(topology: Topology) -> Callable[[int], frozenset[str]]:
-    """Return ``topology.beyond``, which is asked for every request."""
+    """Return a cached ``topology.beyond``."""
     return functools.cache(topology.beyond) if topology.local else nowhere
 
 
 class Found(NamedTuple):
-    """The first ``length`` tokens of a request are cached on a worker, and the first ``held`` of them reserved."""
+    """Cached prefix of a request on one worker: its first ``length`` tokens, of which other requests hold ``held``."""
 
     length: int
     held: int
@@ -36,30 +36,30 @@ NOTHING: Mapping[str, Found] = {}
 
 
 class Placement:
-    """Token slots of every memory worker: capacity, and those reserved as of the latest plan.
+    """Counts the token slots of every memory worker that are reserved as of the latest plan.
 
-    A request is admitted with room for the tokens that it has; more is reserved step by step as its sequences grow. It
-    is placed on one worker, unless it is too long for any. A sequence whose worker runs out of slots continues on
-    another one; once all workers run out, requests are preempted (``lamina.schedule.growth``).
+    An admitted request reserves slots for the tokens that it has; each step reserves the slots of its new tokens. A
+    request is placed on one worker, unless it is too long for any. A sequence whose worker runs out of slots continues
+    on another one; once all workers run out, requests are preempted (``lamina.schedule.growth``).
 
-    Tokens are placed on *places*. Here, each worker is one place. In ``lamina.kv.stripes``, a place is a group
+    Tokens are placed on *places*. In this class, each worker is a place. In ``lamina.kv.stripes``, a place is a group
     of workers that hold different heads of the same tokens.
 
     Attributes:
-        moves: whether KV may move from one worker to another.
+        moves: True if KV may move from one worker to another.
         longest: most tokens of a sequence in one segment if several workers have room; None: no limit.
-        reserved: slots by worker.
-        returning: the part of them whose release is already decided.
-        sequences: by worker, the number of sequences that may grow there.
-        closed: workers that take no more requests.
-        idle: slots by worker that are not reserved, but hold cached prefixes (``lamina.kv.prefix_cache``).
-        local: memory of compute workers: KV moves neither there nor away.
-        beyond: returns the workers, all of them ``local``, to whose KV the rows of a lane cannot attend.
-        crowded: workers whose reserved and idle slots exceed their capacity: idle ones must be evicted.
+        reserved: by worker: reserved slots.
+        returning: by worker: reserved slots that will be released.
+        sequences: by worker: number of sequences that may grow there.
+        closed: workers on which no more KV is placed.
+        idle: by worker: slots that are not reserved, but hold cached prefixes (``lamina.kv.prefix_cache``).
+        local: compute workers that hold KV, which never moves to or from them.
+        beyond: returns the workers of ``local`` to whose KV a lane cannot attend.
+        crowded: workers whose reserved and idle slots exceed their capacity, so that idle slots must be evicted.
         stalled: lanes that wait for slots (``lamina.schedule.growth``).
-        token_s: seconds to read a token, by worker, once all have been measured: requests go where all KV is read
-            soonest, instead of where most room is.
-        promised: while replacements of lost workers start, the slots that there were before; else 0.
+        token_s: by worker: measured seconds to read a token. Empty: requests go where most room is; else to the worker
+            that would read all its KV soonest.
+        promised: slots in all before workers were lost, while their replacements start; else 0.
     """
 
     moves = True
@@ -72,8 +72,8 @@ class Placement:
         local: Collection[str] = NOWHERE,
         beyond: Callable[[int], frozenset[str]] = nowhere,
     ) -> None:
-        """``capacities``: token slots by memory worker. ``partition``: "token" divides the tokens that a request has at
-        admission evenly among the workers; "request" keeps all of a request on one."""
+        """``capacities`` has token slots by memory worker. ``partition`` "token" divides the tokens that a request has
+        at admission evenly among the workers; "request" keeps a request on one worker."""
         self.longest = longest
         self._partition = partition
         self.local = frozenset(local)
@@ -93,7 +93,7 @@ class Placement:
         self._note_open()
 
     def apply_topology(self, topology: Topology) -> None:
-        """Place KV on the memory workers of ``topology`` from now on. Nothing may be reserved on any other."""
+        """Place KV on the memory workers of ``topology`` from now on. No slot of another worker may be reserved."""
         self._take_over(topology.capacities)
         self.token_s = {}
         self.local = topology.local
@@ -104,7 +104,6 @@ class Placement:
         self._roomiest.clear()
 
     def _take_over(self, capacities: Mapping[str, int]) -> None:
-        """Replace the places by these."""
         for worker in self.capacities.keys() - capacities.keys():
             if self.reserved.pop(worker):
                 raise AssertionError(f"{worker} does not take part any more, but has tokens reserved")
@@ -122,7 +121,7 @@ class Placement:
         return self.capacities.keys() - topology.names
 
     def touching(self, places: Collection[str]) -> set[str]:
-        """Return all places that share a memory worker with one of these, themselves included."""
+        """Return ``places``, and all places that share a memory worker with one of them."""
         return set(places)
 
     def places_on(self, worker: str) -> Collection[str]:
@@ -146,11 +145,11 @@ class Placement:
         return {place: dict(sequences) for place, sequences in kept.items()}
 
     def held(self, workers: Collection[str]) -> int:
-        """Tokens reserved on these memory workers together, without those that are being released."""
+        """Return the tokens reserved on these memory workers together, without those that will be released."""
         return sum(self.reserved[worker] - self.returning[worker] for worker in workers)
 
     def close(self, worker: str) -> None:
-        """Place nothing more on a worker. What is there goes elsewhere (``lamina.schedule.growth``)."""
+        """Place no more KV on a worker that leaves. ``lamina.schedule.moves`` moves the KV that it holds."""
         self.closed.add(worker)
         self._note_open()
 
@@ -166,18 +165,18 @@ class Placement:
         self._roomiest.clear()
 
     def together(self, workers: Collection[str]) -> int:
-        """Return the most tokens that a request may have on these workers: of local memory, only one replica's."""
+        """Return the most tokens of a request on these workers, of which it can use at most one with local memory."""
         own = [self.capacities[worker] for worker in workers if worker in self.local]
         shared = [self.capacities[worker] for worker in workers if worker not in self.local]
         return sum(shared) + max(own, default=0)
 
     @property
     def possible(self) -> int:
-        """Most tokens of a request: replacements of lost workers count, for which it may have to wait."""
+        """Most tokens of a request. Slots of lost workers count while replacements start."""
         return max(self.total, self.promised)
 
     def require_possible(self, tokens: int) -> None:
-        """Raises RequestError if all workers together could not hold ``tokens`` even when empty."""
+        """Raise RequestError if all workers together, when empty, could not hold ``tokens``."""
         if tokens > self.possible:
             workers = f"{self._workers} memory workers hold" if self._workers > 1 else "memory holds"
             if self._partition == "request":
@@ -207,12 +206,17 @@ class Placement:
         besides: frozenset[str] = NOWHERE,
         found: Mapping[str, Found] = NOTHING,
     ) -> list[tuple[str, int]] | None:
-        """Reserve ``tokens`` for ``sequences``, which will grow on the last worker; None if they do not fit now.
+        """Reserve slots for a request, and return (worker, tokens) in the order of the tokens; None if it does not fit.
 
-        Returns (worker, tokens) in the order of the tokens: only the worker with most room, or the one that reads all
-        its KV soonest then (``token_s``), unless the request ``splits``. Workers in ``besides`` are excluded.
-        ``found``: cached prefixes by worker, which count ``AFFINITY`` times as much as free room, and are not reserved
-        again; must be empty for a request that splits.
+        That is a single worker unless the request ``splits``: the one with most room or, once ``token_s`` is known, the
+        one that would read all its KV soonest.
+
+        Args:
+            tokens: tokens of the request, all sequences together.
+            sequences: number of sequences, which will grow on the last worker.
+            besides: workers that are excluded.
+            found: cached prefixes by worker, which are not reserved again, and count ``AFFINITY`` times as much as free
+                slots. Empty for a request that splits.
         """
         spans = self.fitting(tokens, sequences, besides, found)
         if spans is None:
@@ -229,7 +233,7 @@ class Placement:
         besides: frozenset[str] = NOWHERE,
         found: Mapping[str, Found] = NOTHING,
     ) -> list[tuple[str, int]] | None:
-        """Return what ``reserve`` would return."""
+        """Return what ``reserve`` would return, without reserving."""
         if self.splits(tokens):
             return self._spread(tokens, sequences, besides) or None
         worker = self._nearest(tokens, sequences, besides, found) or self._whole(tokens, sequences, besides)
@@ -240,7 +244,7 @@ class Placement:
         workers = [worker for worker in self._open if worker not in besides]
         rooms = {worker: self.room(worker) for worker in workers}
         if sum(max(room, 0) for room in rooms.values()) < tokens + AHEAD * sequences:
-            # Empty workers may be filled: nothing else there needs room to grow.
+            # Empty workers may be filled: no other sequence there needs slots to grow.
             rooms = {worker: self.capacities[worker] for worker in workers}
             if any(not self.is_empty(worker) for worker in workers) or tokens > sum(rooms.values()):
                 return []
@@ -257,16 +261,16 @@ class Placement:
         return spans
 
     def _whole(self, tokens: int, sequences: int, besides: frozenset[str]) -> str | None:
-        """Return a worker for all ``tokens``; None if they fit none now."""
+        """Return a worker that has room for all ``tokens``; None if there is none."""
         room, worker = self._best(tokens, sequences, besides)
         if tokens + AHEAD * sequences > room:
-            # An empty worker may be filled: nothing else there needs room to grow.
+            # An empty worker may be filled: no other sequence there needs slots to grow.
             empty = [one for one in self._open if one not in besides and self.is_empty(one)]
             return next((one for one in empty if tokens <= self.capacities[one]), None)
         return worker
 
     def _nearest(self, tokens: int, sequences: int, besides: frozenset[str], found: Mapping[str, Found]) -> str | None:
-        """Return the best worker with a cached prefix of a request; None if none has room, or one without is better."""
+        """Return the best worker with a cached prefix; None if none has room, or a worker without it is better."""
         rooms = {worker: self.room(worker) for worker in found if worker not in besides}
         fitting = [one for one in rooms if tokens - found[one].held + AHEAD * sequences <= rooms[one]]
         if not fitting:
@@ -283,8 +287,8 @@ class Placement:
         return nearest if rooms[nearest] + AFFINITY * found[nearest].length >= room else None
 
     def next_worker(self, worker: str, lane: int) -> str | None:
-        """Return the worker on which a sequence of ``worker``, in ``lane``, should continue: the other one with most
-        slots that its own sequences do not need soon; None if none has enough for a segment that is worth it."""
+        """Return the worker on which a sequence of ``lane`` should continue after ``worker``: the one with most slots
+        beyond those left for growth; None if none has enough for a segment of ``LEAST_SEGMENT``."""
         best, most, beyond = None, -1, self.beyond(lane)
         for other in self._open:
             if other == worker or other in beyond:
@@ -294,14 +298,14 @@ class Placement:
                 best, most = other, spare
         return best
 
-    def go_on(self, worker: str, other: str) -> None:
-        """Note that a sequence now grows on ``other`` instead of ``worker``."""
+    def continue_on(self, worker: str, other: str) -> None:
+        """Record that a sequence now grows on ``other`` instead of ``worker``."""
         self.sequences[worker] -= 1
         self.sequences[other] += 1
         self._roomiest.clear()
 
     def _best(self, tokens: int, sequences: int, besides: frozenset[str]) -> tuple[int, str]:
-        """Return the room of the worker for a request, and its name."""
+        """Return the room and the name of the worker that suits a request best."""
         rooms = {worker: self.room(worker) for worker in self.token_s if worker in self._open and worker not in besides}
         fitting = [worker for worker, room in rooms.items() if tokens + AHEAD * sequences <= room]
         if not fitting:
@@ -321,11 +325,11 @@ class Placement:
         return most, roomiest
 
     def room(self, worker: str) -> int:
-        """Tokens that another request may have here while all sequences can still grow; may be negative."""
+        """Return the tokens that another request may have here while all sequences can still grow; may be negative."""
         return self.left(worker) - AHEAD * self.sequences[worker] - self._watermarks[worker]
 
     def left(self, worker: str) -> int:
-        """Slots that are not reserved."""
+        """Return the slots that are not reserved."""
         return self.capacities[worker] - self.reserved[worker]
 
     def reserve_on(self, worker: str, tokens: int) -> None:
@@ -342,11 +346,10 @@ class Placement:
         return not self.stalled and not self.reserved[worker] and not self.sequences[worker]
 
     def excess(self, worker: str) -> int:
-        """Idle slots of a worker that must be evicted; negative: free slots."""
+        """Return the idle slots of a worker that must be evicted; negative: free slots."""
         return self.reserved[worker] + self.idle[worker] - self.capacities[worker]
 
     def add_idle(self, worker: str, tokens: int) -> None:
-        """Change the idle slots of a worker by ``tokens``."""
         self.idle[worker] += tokens
         self._note_crowded(worker)
 
@@ -355,23 +358,22 @@ class Placement:
             self.crowded.add(worker)
 
     def set_idle(self, worker: str, tokens: int) -> None:
-        """Replace the number of idle slots of a worker, some of which are lost."""
+        """Set the number of idle slots of a worker, after some were lost."""
         self.idle[worker] = tokens
 
     def set_speeds(self, token_s: Mapping[str, float]) -> None:
-        """Place requests by the seconds that each worker takes to read a token; without any, by room."""
         self.token_s = token_s
 
     def promise(self, tokens: int) -> None:
-        """Accept requests of up to ``tokens`` tokens although fewer slots are there: replacements start. 0: not so."""
+        """Accept requests of up to ``tokens`` tokens while replacements of lost workers start; 0: no longer."""
         self.promised = tokens
 
     def fits(self, change: Mapping[str, int]) -> bool:
-        """True if these additional tokens (negative: fewer) fit on each worker."""
+        """True if each worker has slots for these additional tokens, which may be negative."""
         return all(tokens <= self.left(worker) for worker, tokens in change.items())
 
     def grow(self, rows: Mapping[str, int]) -> bool:
-        """Reserve a step's new tokens, by worker; False, and nothing is reserved, if they do not all fit."""
+        """Reserve a step's new tokens, by worker. If some do not fit, reserve nothing and return False."""
         reserved, capacities = self.reserved, self.capacities
         for worker, tokens in rows.items():
             if reserved[worker] + tokens > capacities[worker]:
@@ -384,7 +386,7 @@ class Placement:
         return True
 
     def shortages(self, workers: Mapping[str, int]) -> dict[str, int]:
-        """Workers of these that are about to run out of slots, and how many they lack for all sequences to grow."""
+        """Return which of these workers are about to run out of slots, and how many slots they lack for growth."""
         short = {}
         for worker in workers:
             free = self.capacities[worker] - self.reserved[worker] + self.returning[worker]
@@ -394,15 +396,14 @@ class Placement:
         return short
 
     def will_release(self, worker: str, tokens: int) -> None:
-        """Announce that ``free_slots`` will be called for ``tokens`` of this worker."""
+        """Count ``tokens`` of a worker as ``returning``; ``free_slots`` releases them."""
         self.returning[worker] += tokens
 
-    def keep(self, worker: str, tokens: int) -> None:
-        """Undo ``will_release``."""
+    def undo_release(self, worker: str, tokens: int) -> None:
         self.returning[worker] -= tokens
 
     def free_slots(self, worker: str, tokens: int) -> None:
-        """Release ``tokens`` of ``worker`` that were announced."""
+        """Release ``tokens`` of ``worker``, after ``will_release``."""
         if tokens > self.returning[worker] or tokens > self.reserved[worker]:
             raise AssertionError(
                 f"{worker}: {tokens} tokens released, {self.reserved[worker]} reserved, "
@@ -414,26 +415,23 @@ class Placement:
         self._roomiest.clear()
 
     def remove_growing(self, worker: str, sequences: int) -> None:
-        """Note that this many sequences of a worker no longer grow there."""
+        """Record that so many sequences no longer grow on a worker."""
         self.sequences[worker] -= sequences
         self._roomiest.clear()
 
     def roomiest(self, tokens: int) -> str | None:
-        """Return the worker with most room among those with a capacity of at least ``tokens``; None if there is
-        none."""
+        """Return the worker with most room of those whose capacity is at least ``tokens``; None if there is none."""
         return next((name for name in self.by_room() if self.capacities[name] >= tokens), None)
 
     @property
     def _open(self) -> list[str]:
-        """The workers that take requests."""
         return [worker for worker in self.capacities if worker not in self.closed]
 
     @property
     def _workers(self) -> int:
-        """The number of memory workers that take requests."""
         return len(self._open)
 
     def by_room(self) -> dict[str, int]:
-        """Return the room for one more sequence of every worker that takes requests, most room first."""
+        """Return the room for one more sequence of each worker that is not closed, most room first."""
         rooms = sorted(((self.room(name) - AHEAD, name) for name in self._open), key=lambda one: -one[0])
         return {name: room for room, name in rooms}

@@ -1,20 +1,19 @@
-"""Prefixes of earlier requests whose KV memory workers keep, and the requests that share them. Pure.
+"""The prefix cache: KV of earlier requests that memory workers keep, and the requests that share it. Pure.
 
 A cached prefix is a sequence that no request runs. A request that begins with the same tokens is admitted as a fork of
-it, and computes only the rest. Prompts become cached prefixes once their steps have completed, completions once no step
-runs them any more. Each memory worker has a radix tree over token ids of the prefixes kept for requests placed there.
-Prefixes that share slots share nodes, so every kept slot counts once. All tokens of a node are on one worker: the
-tree's own, unless they have moved. Requests with different salts share nothing.
+the cached sequence, and computes only the other tokens. Prompts enter the cache once their steps have completed,
+completions once no step runs them any more. Requests with different salts share nothing.
+
+Each memory worker has a radix tree over the token ids of the prefixes of requests that were placed on it. Prefixes that
+share slots share nodes, so each slot counts once. All tokens of a node are on one worker, which differs from the tree's
+worker once they have moved. Radix tree and eviction from the leaves follow SGLang (Zheng et al., NeurIPS 2024), but a
+leaf may be evicted in part, since slots are allocated by token.
 
 Cached tokens that a request uses are reserved in ``Placement``. All others are idle: they count as free, and the least
-recently used ones are evicted as soon as a request's own tokens need their slots. So no request loses KV on a worker
-that still has idle tokens.
+recently used ones are evicted when requests need their slots, where a smaller ``priority`` counts as a later use. So no
+request is preempted on a worker with idle tokens.
 
-If layers forget the tokens before their sliding window, requests continue from ``lamina.kv.prefix_tree`` and
-recompute the tokens after them.
-
-The radix tree and its eviction from the leaves: SGLang (Zheng et al., NeurIPS 2024). Here a leaf may be evicted in
-part, since slots are allocated by token.
+If layers drop tokens before their sliding window, requests can only continue from ``Checkpoints``.
 """
 
 import itertools
@@ -41,8 +40,8 @@ class PrefixCache:
     """
 
     def __init__(self, placement: Placement, sequences: Iterator[int], enabled: bool = True, window: int = 0) -> None:
-        """``sequences``: numbers for new sequences. ``enabled=False``: keeps and finds nothing. ``window``: the largest
-        sliding window of layers that forget the tokens before it; 0 if no layer forgets."""
+        """``sequences`` yields numbers for new sequences. ``window`` is the largest sliding window of layers that drop
+        the tokens before it; 0 if no layer does. Unless ``enabled``, nothing is cached."""
         self.queried = self.hit = 0
         self._placement = placement
         self._sequences = sequences
@@ -51,8 +50,8 @@ class PrefixCache:
         self._trees = {worker: self._new_tree(worker) for worker in placement.capacities} if enabled else {}
         self._shared: dict[Group, tuple[PrefixTree, Node]] = {}  # the last node that each request shares
         self._grown = set[PrefixTree]()  # trees with new checkpoints
-        self._dealt: dict[Group, Node] = {}  # the same, for requests that no plan has admitted yet
-        self._branches: dict[Group, int] = {}  # tokens in the tree that requests recompute
+        self._dealt: dict[Group, Node] = {}  # the entries of ``_shared`` that no plan has admitted yet
+        self._branches: dict[Group, int] = {}  # prefix lengths that are in the tree, but that requests recompute
         self._forks: list[Fork] = []
         self._released: list[int] = []
         self._moving: dict[Node, int] = {}  # the last node of each range that moves, with the range's first token
@@ -63,7 +62,7 @@ class PrefixCache:
         return PrefixTree(self._window, most_rows(self._placement.capacities[worker]))
 
     def on_workers_lost(self, places: Collection[str]) -> None:
-        """Forget the KV on these places, which is lost and which no request may share.
+        """Remove the KV on these places from the cache. No request may share it.
 
         Call ``on_places_changed`` next.
         """
@@ -74,7 +73,7 @@ class PrefixCache:
             self._placement.set_idle(worker, sum(tree.idle[worker] for tree in self._trees.values()))
 
     def on_places_changed(self) -> None:
-        """Follow a change of the placement's places."""
+        """Adapt the trees to the placement's places."""
         if self._enabled:
             # Requests no longer find the tree of a lost place; its remaining tokens are evicted like others.
             left = {worker: tree for worker, tree in self._trees.items() if tree.sequence_count}
@@ -82,13 +81,13 @@ class PrefixCache:
             self._trees = left | new
 
     def idle(self, worker: str) -> tuple[int, int]:
-        """Idle tokens on a worker, and how many cached sequences have tokens there. Any thread may ask."""
+        """Return the idle tokens on a worker, and how many cached sequences have tokens there. Any thread may call."""
         places = self._placement.places_on(worker)
         counts = itertools.chain.from_iterable(list(tree.held_on.items()) for tree in list(self._trees.values()))
         return self._placement.idle_on(worker), sum(count for held, count in counts if not held.isdisjoint(places))
 
     def sequences(self, worker: str) -> dict[int, int]:
-        """Length of every cached sequence that has tokens on a worker."""
+        """Return the length of each cached sequence that has tokens on a worker."""
         ends = self.ends()
         return {end.any_sequence: end.stop for end in ends if any(one.worker == worker for one in end.path())}
 
@@ -98,7 +97,7 @@ class PrefixCache:
         Workers that are closed to requests keep no idle tokens.
         """
         placement = self._placement
-        self._give_up_checkpoints()
+        self._drop_checkpoints()
         while placement.crowded:
             worker = placement.crowded.pop()
             self._evict(worker, placement.excess(worker))
@@ -111,7 +110,7 @@ class PrefixCache:
     # -- requests that share ------------------------------------------------------------------------------------
 
     def find(self, group: Group) -> dict[str, Found]:
-        """By worker, the longest cached prefix of a request, without its last token, which is always computed.
+        """Return, by worker, the longest cached prefix of a request, without its last token, which must be computed.
 
         A request that is split over several workers shares no prefix.
         """
@@ -152,7 +151,7 @@ class PrefixCache:
         assert node is not None
         if length < node.stop:
             node = tree.split(node, length)
-        tree.use(node)
+        tree.use(node, group.request.params.priority)
         if self._window:
             tree.checkpoints.use(node)
         self._shared[group], self._dealt[group] = (tree, node), node
@@ -164,7 +163,7 @@ class PrefixCache:
                     completion.segments = moved(completion.segments, part)
 
     def admit(self, group: Group) -> None:
-        """Note that a plan admits a request: its first sequence is forked from the prefix that it shares."""
+        """Fork the first sequence of a request that the next plan admits from the prefix that it shares."""
         if not self._trees:
             return
         self.queried += group.completions[0].goal
@@ -177,7 +176,7 @@ class PrefixCache:
             self._forks.append(Fork(parent, group.completions[0].sequence, group.hit))
 
     def shared(self, group: Group) -> int:
-        """Tokens of a request that are in the tree, and so not reserved for it alone."""
+        """Return the number of a request's tokens that are in the tree, and so not reserved for it alone."""
         return self._shared[group][1].stop if group in self._shared else 0
 
     def path(self, group: Group) -> list[Node]:
@@ -185,11 +184,11 @@ class PrefixCache:
         return list(self._shared[group][1].path())[::-1] if group in self._shared else []
 
     def exclusive(self, group: Group, worker: str) -> int:
-        """Tokens on a worker that would be idle without this request."""
+        """Return the number of cached tokens on a worker that only this request uses."""
         return sum(len(one.tokens) for one in self.path(group) if one.users == 1 and one.worker == worker)
 
     def on_request_end(self, group: Group) -> None:
-        """Note that a request has ended. Call ``let_go`` once its sequences are released."""
+        """Record that a request has ended. Call ``release_request`` once its sequences are released."""
         self._dealt.pop(group, None)
         self._branches.pop(group, None)
         if group in self._shared:
@@ -201,12 +200,12 @@ class PrefixCache:
             if not one.users:
                 self._placement.will_release(one.worker, len(one.tokens))
 
-    def let_go(self, group: Group) -> None:
-        """Note that a request that has left is released: tokens that only it used become idle."""
+    def release_request(self, group: Group) -> None:
+        """Make cached tokens that only this ended request used idle, now that its sequences are released."""
         if group in self._shared:
-            self._let_go(*self._shared.pop(group))
+            self._release(*self._shared.pop(group))
 
-    def _let_go(self, tree: PrefixTree, node: Node) -> None:
+    def _release(self, tree: PrefixTree, node: Node) -> None:
         for one in node.path():
             one.holders -= 1
             if not one.holders:
@@ -215,13 +214,13 @@ class PrefixCache:
         tree.offer_for_eviction(node)
 
     def add_user(self, tree: PrefixTree, node: Node) -> None:
-        """Add a user of the tokens up to the end of ``node``."""
+        """Count one more user of the tokens up to the end of ``node``, and reserve their slots if they were idle."""
         for one in node.path():
             if not one.holders:
                 self._add_idle(tree, one.worker, -len(one.tokens))
                 self._placement.reserve_on(one.worker, len(one.tokens))
             elif not one.users:
-                self._placement.keep(one.worker, len(one.tokens))
+                self._placement.undo_release(one.worker, len(one.tokens))
             one.holders += 1
             one.users += 1
 
@@ -232,8 +231,11 @@ class PrefixCache:
     # -- ranges that move ---------------------------------------------------------------------------------------
 
     def begin_move(self, group: Group, node: Node, stop: int) -> tuple[PrefixTree, Node]:
-        """Keep the tokens up to ``stop`` of a node that a request shares, which are copied to another worker, until
-        ``unpin``. Splits the node there, and returns the upper part."""
+        """Pin the tokens up to ``stop`` of a node that a request shares while they are copied to another worker.
+
+        Splits the node at ``stop``. Returns the tree and the upper part, for ``end_move`` or ``cancel_move``, and
+        ``unpin``.
+        """
         tree = self._shared[group][0]
         if stop < node.stop:
             node = tree.split(node, stop)
@@ -246,24 +248,24 @@ class PrefixCache:
         return any(one in nodes for node, start in self._moving.items() for one in node.path() if one.start >= start)
 
     def end_move(self, tree: PrefixTree, node: Node, worker: str) -> tuple[dict[Group, int], dict[int, int | None]]:
-        """Place the range that ends with ``node`` on ``worker``, where all of it is now. Returns its ``sharers``."""
+        """Record that the range that ends with ``node`` is on ``worker`` now. Returns its ``sharers``."""
         start = self._moving.pop(node)
         sharers = self.sharers(tree, node, start)
         tree.move(node, start, worker)
         return sharers
 
     def cancel_move(self, node: Node) -> None:
-        """Leave the range that ends with ``node`` where it is."""
+        """End the move of the range that ends with ``node``, which stays on its worker."""
         del self._moving[node]
 
     def unpin(self, tree: PrefixTree, node: Node) -> None:
-        """Let go of tokens that ``begin_move`` or ``pin`` keeps."""
+        """Undo ``begin_move`` or ``pin``: the tokens may be evicted again."""
         self._leave(node)
-        self._let_go(tree, node)
+        self._release(tree, node)
 
     def sharers(self, tree: PrefixTree, node: Node, start: int) -> tuple[dict[Group, int], dict[int, int | None]]:
-        """Return the users of the tokens from ``start`` to the end of ``node``, requests and cached sequences, each
-        with the position up to which it has these tokens; None for a prefix that ends within them."""
+        """Return who uses tokens from ``start`` to the end of ``node``: requests, and cached sequences, each with the
+        position up to which it uses them; None for a cached sequence that ends within the range."""
         top = next(one for one in node.path() if one.start == start)
         within = {id(one): one.stop for one in node.path() if one.start >= start}
 
@@ -281,13 +283,12 @@ class PrefixCache:
         return itertools.chain.from_iterable(tree.ends() for tree in self._trees.values())
 
     def beginning(self, worker: str, salt: str, ids: Ids) -> tuple[PrefixTree, Node | None, int]:
-        """Return the tree of a worker, the deepest node in it with some of these tokens, and how many of them it
-        has."""
+        """Return the tree of a worker, its deepest node with some of these tokens, and how many of them it has."""
         tree = self._trees[worker]
         return tree, *tree.find(salt, ids)
 
     def pin(self, worker: str, salt: str, ids: Ids) -> tuple[PrefixTree, Node]:
-        """Keep these tokens, which the tree of a worker has, until ``unpin``. Returns the tree and their last node."""
+        """Protect cached tokens from eviction until ``unpin``. Returns the tree and the last node."""
         tree, node, _ = self.beginning(worker, salt, ids)
         assert node is not None
         if len(ids) < node.stop:
@@ -299,7 +300,7 @@ class PrefixCache:
     def keep_prefix(self, worker: str, salt: str, ids: Ids, sequence: int, heads: tuple[int, int]) -> None:
         """Add the tokens of a sequence that no request runs to the tree of a worker. The caller releases the sequence.
 
-        Does nothing if the tree already has a beginning of them that is partly on other workers.
+        Does nothing if the tree already has a prefix of them that is partly on other workers.
         """
         tree, node, found = self.beginning(worker, salt, ids)
         if node is not None and node.home != worker:
@@ -326,8 +327,8 @@ class PrefixCache:
         return kept
 
     def keep_computed(self, lane: int, prompts: Iterable[Group], ran: Callable[[Completion], int]) -> None:
-        """Keep what requests of a lane have computed: whole ``prompts``, and prefixes that the tree has and that a
-        request has recomputed. ``ran``: how many tokens of a completion have run."""
+        """Add computed tokens of requests of a lane: whole ``prompts``, and new checkpoints of prefixes that a request
+        had to recompute. ``ran`` returns how many tokens of a completion have run."""
         for group in prompts:
             self._keep_prompt(group)
         for group in [one for one in self._branches if one.lane == lane and not one.completions[0].released]:
@@ -335,9 +336,9 @@ class PrefixCache:
                 self._keep_branch(group, self._branches.pop(group))
 
     def _keep_prompt(self, group: Group) -> None:
-        """Add the computed prompt of a running request to the tree, so that others and the request itself share it.
+        """Add the computed prompt of a running request to the tree, so that the request and others share it.
 
-        Does nothing if another request has added some of it meanwhile; ``keep`` then adds the rest when this one ends.
+        Does nothing if another request has added some of it; ``keep_completion`` then adds the rest at the end.
         """
         first, stop = group.completions[0], group.prompt_length
         if not self._trees or not group.unshared or not group.alive or first.cached < stop:
@@ -359,7 +360,7 @@ class PrefixCache:
             if one.start >= found:
                 one.users = one.holders = 1
         self._shared[group] = tree, leaf
-        tree.use(leaf)
+        tree.use(leaf, group.request.params.priority)
         self._kept.append(leaf)
         group.unshared = group.prompt_length - stop
         group.ids = None
@@ -369,7 +370,7 @@ class PrefixCache:
         tree, first = self._tree(group, group.completions[0]), group.completions[0]
         ids = ids_of(group.known_tokens(first, 0, length))
         node, found = tree.find(group.request.params.cache_salt, ids)
-        if node is not None and found == length and self._brings(node, first):
+        if node is not None and found == length and self._is_interchangeable(node, first):
             self._add_checkpoint(tree, node, length, first.sequence)
 
     def _add_checkpoint(self, tree: PrefixTree, node: Node, length: int, source: int) -> None:
@@ -385,11 +386,11 @@ class PrefixCache:
             self._grown.add(tree)
         tree.checkpoints.use(node)
 
-    def keep(self, group: Group, completion: Completion) -> None:
-        """Keep those tokens of a completion that is being released that the tree lacks.
+    def keep_completion(self, group: Group, completion: Completion) -> None:
+        """Add the tokens of a completion that is being released to the tree, as far as the tree lacks them.
 
-        Leaves the request's reservations as they are: at least as many of them end with this completion. If the tree
-        has the prompt from another request, only the last completion of this one is kept.
+        Does not change the request's reservations: at least as many of them end with this completion. If the tree has
+        the prompt from another request, only the last completion of this request is added.
         """
         length = self.keepable(group, completion)
         if not length or (group.unshared and group.holders > 1):
@@ -397,12 +398,12 @@ class PrefixCache:
         ids = ids_of(group.known_tokens(completion, 0, length))
         tree, salt = self._tree(group, completion), group.request.params.cache_salt
         node, found = tree.find(salt, ids)
-        if found > self.shared(group) and not self._brings(node, completion):
+        if found > self.shared(group) and not self._is_interchangeable(node, completion):
             return
         if node is not None:
             if found < min(node.stop, length):
                 node = tree.split(node, found)
-            tree.use(node)
+            tree.use(node, group.request.params.priority)
         if found == length:
             if self._window and node is not None:
                 self._add_checkpoint(tree, node, length, completion.sequence)
@@ -413,28 +414,28 @@ class PrefixCache:
         for one in leaf.path():
             if one.start >= found:
                 self._add_idle(tree, one.worker, len(one.tokens))
-        tree.use(leaf)
+        tree.use(leaf, group.request.params.priority)
         self._kept.append(leaf)
 
-    def _brings(self, node: Node | None, completion: Completion) -> bool:
+    def _is_interchangeable(self, node: Node | None, completion: Completion) -> bool:
         """True if the tree's KV for the tokens up to ``node`` and the completion's are interchangeable."""
         moving = self._window and node is not None and self.is_moving([*node.path()])
         return not moving and alike(node, completion)
 
     def keepable(self, group: Group, completion: Completion) -> int:
-        """Tokens of an ended completion that others may share."""
+        """Return the number of tokens of an ended completion that other requests may share."""
         if group.suspect or not self._trees or self._is_leaving(completion):
             return 0
-        length = group.kept(completion)
+        length = group.stored_tokens(completion)
         exists = completion is group.completions[0] or length > group.prompt_length
         return length if exists else 0
 
     def _is_leaving(self, completion: Completion) -> bool:
-        """True if a worker with some of its KV is closed, and so keeps no idle tokens."""
+        """True if some of the completion's KV is on a closed worker, which keeps no idle tokens."""
         return any(segment.worker in self._placement.closed for segment in completion.segments)
 
     def _tree(self, group: Group, completion: Completion) -> PrefixTree:
-        """Return the tree that a completion's tokens belong to. Where an earlier one had its tokens may have left."""
+        """Return the tree for a completion: that of the prefix that its request shares, else that of its worker."""
         return self._shared[group][0] if group in self._shared else self._trees[completion.segments[0].worker]
 
     def _add(
@@ -447,8 +448,8 @@ class PrefixCache:
         segments: Sequence[Segment],
         beginning: Node | None = None,
     ) -> Node:
-        """Add ``tokens`` of sequence ``source``, which has these ``segments``, as a child of ``node``. The new sequence
-        has the slots of ``beginning`` for the tokens before; None: those of ``source``."""
+        """Add ``tokens`` of sequence ``source``, which has these ``segments``, as a child of ``node``. For earlier
+        tokens, the new sequence uses the slots of ``beginning``; None: those of ``source``."""
         sequence = next(self._sequences)
         if beginning is not None:
             self._forks.append(Fork(beginning.any_sequence, sequence, beginning.stop))
@@ -461,8 +462,8 @@ class PrefixCache:
         return leaf
 
     def _evict(self, worker: str, lacking: int) -> None:
-        """Drop at least ``lacking`` idle tokens on a worker, first from its own tree, then from others. Tokens after
-        them, on whichever worker, are dropped first."""
+        """Evict at least ``lacking`` idle tokens on a worker, first from its own tree, then from other trees. Tokens
+        that follow them, on any worker, are evicted first."""
         while lacking > 0:
             trees = (self._trees[worker], *self._trees.values())
             tree = next(one for one in trees if one.idle[worker] > 0)
@@ -473,8 +474,8 @@ class PrefixCache:
             lacking -= self._drop(tree, leaf)[worker]
 
     def _drop(self, tree: PrefixTree, leaf: Node) -> Counter[str]:
-        """Drop an idle leaf and, if layers forget, the idle nodes above it up to a checkpoint. Returns the dropped
-        tokens by worker."""
+        """Evict an idle leaf and, with a window, the idle nodes above it up to a checkpoint. Returns the evicted tokens
+        by worker."""
         sequence, dropped = leaf.any_sequence, Counter[str]()
         self._released.append(sequence)
         while True:
@@ -496,8 +497,8 @@ class PrefixCache:
         self._kept.append(parent)
         return dropped
 
-    def _give_up_checkpoints(self) -> None:
-        """Give up the least recently used checkpoints until the others fit the rows there are."""
+    def _drop_checkpoints(self) -> None:
+        """Drop the least recently used checkpoints until the others fit into the available rows."""
         while self._grown:
             tree = self._grown.pop()
             while (node := tree.checkpoints.oldest(self._dealt.values())) is not None:

@@ -1,4 +1,8 @@
-"""The radix tree of cached prefixes (SGLang, Zheng et al., NeurIPS 2024). Pure."""
+"""The radix tree of cached prefixes (SGLang, Zheng et al., NeurIPS 2024), and its checkpoints. Pure.
+
+A checkpoint is a node of which layers with a sliding window have the last window of tokens, so that requests can
+continue from it. Without such layers, requests can continue from any token.
+"""
 
 import collections
 import heapq
@@ -12,21 +16,23 @@ from lamina.core.segments import by_worker, holding
 from lamina.core.types import Segment
 from lamina.kv.placement import Placement
 
+LONG_AGO = -(2**62)
+"""Before every use."""
+
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """Tokens [stop - len(tokens), stop) of every prefix that goes through it.
+    """Tokens [stop - len(tokens), stop) of all prefixes below.
 
     Attributes:
-        key: the node's key in the parent's children: its first token, or the salt.
-        worker: holds its tokens.
-        sequence: that has these tokens on the worker. Only leaves and checkpoints have their own; for other nodes, see
-            ``any_sequence``.
-        users: running requests that share it.
-        holders: users, and ended requests that have not been released yet.
-        used: time of the last use, counted in uses.
-        copied: all of its blocks are on the worker's disk.
-        fixed: number of fetches from a disk that continue it; its tokens must not move while there are any.
+        key: key in the parent's children: the first token, or the salt.
+        worker: worker that holds the tokens.
+        sequence: cached sequence that ends with this node. Only leaves and checkpoints have one.
+        users: number of running requests that share the node.
+        holders: number of users, and of ended requests that have not been released yet.
+        used: time of the last use, counted in uses, later for requests of smaller ``priority``.
+        copied: True if all blocks are on the worker's disk.
+        fixed: number of fetches from a disk that extend the prefix, which must not move meanwhile.
     """
 
     key: int | str
@@ -38,7 +44,7 @@ class Node:
     sequence: int | None = None
     users: int = 0
     holders: int = 0
-    used: int = 0
+    used: int = LONG_AGO
     copied: bool = False
     fixed: int = 0
 
@@ -48,7 +54,7 @@ class Node:
 
     @property
     def any_sequence(self) -> int:
-        """A sequence that has its tokens on the worker: its own, or that of a node below."""
+        """A cached sequence with these tokens: that of the node, or of a node below."""
         node = self
         while node.sequence is None:
             node = next(iter(node.children.values()))
@@ -56,12 +62,12 @@ class Node:
 
     @property
     def home(self) -> str | None:
-        """The worker that has its tokens and all before them; None if they are on several."""
+        """The worker that has all tokens up to the end of the node; None if several workers have them."""
         workers = {node.worker for node in self.path()}
         return workers.pop() if len(workers) == 1 else None
 
     def whole(self) -> tuple[str, Ids]:
-        """Its salt, and all tokens from the first to its last."""
+        """Return the salt, and all tokens up to the end of the node."""
         *_, first = nodes = list(self.path())
         assert first.parent is not None
         ids = ids_of([])
@@ -81,19 +87,20 @@ SHARE = 4
 
 
 def most_rows(slots: int) -> int:
-    """Rows of each layer with a window for the checkpoints of a memory worker with so many token slots."""
+    """Return the rows that each layer with a window has for checkpoints, on a memory worker with ``slots`` slots."""
     return slots // SHARE
 
 
 class Checkpoints:
-    """The checkpoints of one tree. ``window``: the largest of layers that forget; 0 if no layer forgets.
+    """The checkpoints of one tree.
 
     Attributes:
+        window: the largest window of layers that drop the tokens before it; 0 if no layer does.
         rows: upper bound of the rows that each such layer needs for all checkpoints.
     """
 
     def __init__(self, window: int = 0, most: int = 0) -> None:
-        """``most``: limit of ``rows``."""
+        """``most`` is the limit of ``rows``."""
         self.window = window
         self.rows = 0
         self._most = most
@@ -103,19 +110,19 @@ class Checkpoints:
         return node in self._nodes
 
     def oldest(self, fixed: Collection[Node]) -> Node | None:
-        """Return the least recently used checkpoint if all need too many rows, else None. Skips those in ``fixed`` and
-        leaves that requests hold."""
+        """Return the least recently used checkpoint if ``rows`` exceeds its limit, else None. Skips nodes in ``fixed``,
+        and leaves that requests hold."""
         if self.rows <= self._most:
             return None
         return next((one for one in self._nodes if one not in fixed and (one.children or not one.holders)), None)
 
     def last(self, node: Node | None, most: int) -> int:
-        """Tokens up to the last checkpoint on the path to ``node``, among the first ``most``; 0 without one."""
+        """Return the end of the last checkpoint on the path to ``node``, at most ``most``; 0 without one."""
         path = [] if node is None else node.path()
         return next((one.stop for one in path if one.stop <= most and one in self._nodes), 0)
 
     def use(self, node: Node) -> None:
-        """Make a node a checkpoint, or note that it has been used as one."""
+        """Make a node a checkpoint, or mark the checkpoint as just used."""
         new = node not in self._nodes
         self._nodes[node] = self._nodes.get(node, 0)
         self._nodes.move_to_end(node)
@@ -123,7 +130,7 @@ class Checkpoints:
             self._count([node, *self._next(node)])
 
     def discard(self, node: Node) -> None:
-        """Make a node an ordinary one, if it was a checkpoint."""
+        """Forget a checkpoint. Does nothing for another node."""
         if node in self._nodes:
             self.rows -= self._nodes.pop(node)
             self._count(self._next(node))
@@ -139,7 +146,7 @@ class Checkpoints:
                 nodes += node.children.values()
 
     def _count(self, nodes: Iterable[Node]) -> None:
-        """Count the rows of checkpoints: for a window each, or for the tokens since the checkpoint before, if fewer."""
+        """Count the rows of checkpoints: a window each, or the tokens since the previous checkpoint if fewer."""
         for node in list(nodes):
             before = self.last(node.parent, node.stop)
             rows = min(self.window, node.stop - before)
@@ -150,18 +157,23 @@ class Checkpoints:
 GRAIN = 64  # least number of tokens evicted at once
 
 
+PRIORITY_USES = 1_000
+"""Uses of a tree that one step of a request's priority is worth when prefixes are evicted."""
+
+MOST_STEPS = 10
+"""Steps of a priority that count, so that a prefix that nobody uses any more is evicted in the end."""
+
+
 class PrefixTree:
-    """The prefixes kept for requests placed on one memory worker.
+    """The cached prefixes of requests that were placed on one memory worker.
 
     Attributes:
-        held_on: by set of workers, how many sequences have tokens on exactly these workers.
-        idle: by worker, the tokens that no request uses.
-        checkpoints: the nodes from which requests may continue, if layers forget; otherwise they may continue from any
-            token.
+        held_on: by set of workers: how many cached sequences have tokens on exactly these workers.
+        idle: by worker: tokens that no request uses.
+        checkpoints: the nodes from which requests may continue; not used without a window.
     """
 
     def __init__(self, window: int = 0, most_rows: int = 0) -> None:
-        """``window``, ``most_rows``: see ``Checkpoints``."""
         self._top = Node("", ids_of([]))
         self._uses = itertools.count(1)
         self._tickets = itertools.count()
@@ -175,7 +187,7 @@ class PrefixTree:
         return self.held_on.total()
 
     def find(self, salt: str, ids: Ids) -> tuple[Node | None, int]:
-        """Return the deepest node with tokens of ``ids``, and how many of these the tree has; (None, 0) without any."""
+        """Return the deepest node with tokens of ``ids``, and how many of ``ids`` the tree has; (None, 0) for none."""
         node, found = self._top.children.get(salt), 0
         while node is not None and found == node.stop and found < len(ids):
             child = node.children.get(ids[found])
@@ -212,8 +224,8 @@ class PrefixTree:
     ) -> tuple[Node, int | None]:
         """Add a leaf with ``sequence``, which has these ``segments``, below ``node``; None: below the salt.
 
-        No child of ``node`` may begin with the same token. A leaf on several workers becomes several nodes. If layers
-        forget, the leaf becomes a checkpoint. Returns the leaf, and the sequence of ``node`` if it is no longer needed.
+        No child of ``node`` may begin with the same token. A leaf on several workers becomes several nodes. With a
+        window, it becomes a checkpoint. Returns the leaf, and the sequence of ``node`` if it is no longer needed.
         """
         if node is None:
             node = self._top.children.setdefault(salt, Node(salt, ids_of([]), self._top))
@@ -231,12 +243,12 @@ class PrefixTree:
         return leaf, superseded
 
     def give_sequence(self, node: Node, sequence: int) -> None:
-        """Give ``node`` a sequence of its own. It must have none."""
+        """Set the sequence of ``node``, which must have none."""
         node.sequence = sequence
         self._count(node, 1)
 
     def take_sequence(self, node: Node) -> int | None:
-        """Take away the sequence of ``node`` and return it; None if it had none. The node ceases to be a checkpoint."""
+        """Remove and return the sequence of ``node``; None if it had none. The node ceases to be a checkpoint."""
         if node.sequence is not None:
             self._count(node, -1)
         sequence, node.sequence = node.sequence, None
@@ -244,7 +256,7 @@ class PrefixTree:
         return sequence
 
     def move(self, node: Node, start: int, worker: str) -> None:
-        """Note that the tokens from ``start``, where a node begins, to the end of ``node`` are on ``worker``."""
+        """Record that the tokens from ``start``, where a node begins, to the end of ``node`` are on ``worker``."""
         moved = [one for one in node.path() if one.start >= start]
         ends = list(self.below(moved[-1]))
         for end in ends:
@@ -261,7 +273,7 @@ class PrefixTree:
             del self.held_on[workers]
 
     def remove_leaf(self, leaf: Node) -> Node | None:
-        """Remove a leaf. Returns its parent if that becomes a leaf, which needs a sequence unless it has one."""
+        """Remove a leaf. Returns its parent if that is a leaf now, to which the caller must give a sequence."""
         node, parent = leaf, leaf.parent
         assert parent is not None and not leaf.children
         self.take_sequence(leaf)
@@ -272,7 +284,7 @@ class PrefixTree:
         return parent if parent.stop and not parent.children else None
 
     def remove_lost(self, lost: Collection[str]) -> None:
-        """Forget the tokens of ``lost`` workers, and all tokens after them. No request may use these.
+        """Remove the tokens of ``lost`` workers, and all tokens after them. No request may use them.
 
         The sequence of a removed leaf goes to its parent if the parent needs one.
         """
@@ -291,7 +303,7 @@ class PrefixTree:
                 leaves.append(parent)
 
     def below(self, node: Node) -> Iterator[Node]:
-        """Nodes with a sequence of their own that begin with the tokens of ``node``."""
+        """Yield ``node`` and the nodes below it, as far as they have a sequence."""
         nodes = [node]
         while nodes:
             node = nodes.pop()
@@ -299,11 +311,16 @@ class PrefixTree:
             if node.sequence is not None:
                 yield node
 
-    def use(self, node: Node) -> None:
-        """Note a use of a node and its ancestors: they are evicted last."""
-        now = next(self._uses)
+    def use(self, node: Node, priority: int = 0) -> None:
+        """Mark a node and its ancestors as just used: they are evicted last.
+
+        Args:
+            priority: Of the request. Each step below 0 counts as a use ``PRIORITY_USES`` uses from now, each step above
+                0 as one that long ago. A node keeps the latest of its uses.
+        """
+        used = next(self._uses) - PRIORITY_USES * min(max(priority, -MOST_STEPS), MOST_STEPS)
         for one in node.path():
-            one.used = now
+            one.used = max(one.used, used)
         self.offer_for_eviction(node)
 
     def offer_for_eviction(self, node: Node) -> None:
@@ -323,12 +340,12 @@ class PrefixTree:
                 return node
 
     def ends(self) -> Iterator[Node]:
-        """Yield all nodes with a sequence of their own: leaves and checkpoints."""
+        """Yield all nodes with a sequence: leaves and checkpoints."""
         return self.below(self._top)
 
 
 def _common(edge: Ids, ids: Ids, start: int) -> int:
-    """Length of the common prefix of ``edge`` and ``ids[start:]``."""
+    """Return the length of the common prefix of ``edge`` and ``ids[start:]``."""
     most = min(len(edge), len(ids) - start)
     if edge[:most] == ids[start : start + most]:
         return most
@@ -344,7 +361,7 @@ def _common(edge: Ids, ids: Ids, start: int) -> int:
 
 def match(tree: PrefixTree, group: Group, home: str, placement: Placement) -> tuple[Node | None, int, int]:
     """Return the deepest node of the tree of worker ``home`` with tokens of a request; how many tokens the request can
-    share, never its last one, which must be computed; and how many it could if no layer had forgotten any."""
+    share, without its last token, which must be computed; and how many it could share without a window."""
     first = group.completions[0]
     if group.ids is None:
         group.ids = ids_of(group.known_tokens(first, 0, first.goal))
@@ -357,8 +374,8 @@ def match(tree: PrefixTree, group: Group, home: str, placement: Placement) -> tu
 
 
 def _usable(node: Node | None, home: str, placement: Placement) -> int:
-    """Return how many tokens up to ``node`` a request on ``home`` can share, given that some are on other workers:
-    those that are idle need room there, and a worker may be about to leave."""
+    """Return how many tokens up to ``node`` a request on ``home`` can share. Idle tokens on another worker count only
+    if that worker has room to reserve them, and is not closed."""
     rooms = Counter[str]()
     for one in reversed(list(node.path())) if node is not None else ():
         if one.worker != home:
@@ -369,7 +386,7 @@ def _usable(node: Node | None, home: str, placement: Placement) -> int:
 
 
 def alike(node: Node | None, completion: Completion) -> bool:
-    """True if a completion has each token up to ``node`` on the same worker as the tree, perhaps in another slot."""
+    """True if a completion has each token up to ``node`` on the same worker as the tree."""
     return node is None or all(
         by_worker(completion.segments, one.start, one.stop) == {one.worker: len(one.tokens)} for one in node.path()
     )

@@ -1,4 +1,4 @@
-"""Placement by heads: the KV heads of a request are divided among several memory workers. Pure."""
+"""Placement by heads: a *stripe* is a group of memory workers that each hold some KV heads of a request. Pure."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from lamina.core.topology import Topology
 from lamina.core.types import Partition, Segment
 from lamina.kv.placement import AHEAD, WATERMARK, Placement, nowhere, reach
 
-FEWEST = 2  # workers that heads are cut for, also if there is only one at first
+FEWEST = 2  # heads are cut for at least so many workers, since more may join
 
 
 def head_workers(partition: Partition, workers: int) -> int:
@@ -26,9 +26,11 @@ def placement(
     longest: int | None,
     topology: Topology,
 ) -> Placement:
-    """Places requests as ``partition`` says, on memory workers that hold so many tokens each, in runs of ``longest``
-    tokens at most. Where replicas of ``topology`` have several ranks, KV never moves: one of them may still attend to
-    what another has finished with."""
+    """Return the placement for ``partition``, on memory workers with these ``capacities`` in tokens.
+
+    A segment has at most ``longest`` tokens. With several ranks in a replica, KV never moves, since one rank may still
+    attend to KV that another rank has finished with.
+    """
     if shards.count > 1 or topology.pipeline.ranks > 1:
         found = StripedPlacement(capacities, shards, longest, local_parts(topology, shards))
         found.beyond = found.reach(topology)
@@ -41,7 +43,8 @@ Parts: TypeAlias = tuple[tuple[str, range], ...]
 
 
 def local_parts(topology: Topology, shards: HeadShards) -> list[Parts]:
-    """Return the local memory of each replica of several ranks: every rank keeps the heads that it computes."""
+    """Return a place for the local memory of each replica: every rank holds the heads that it computes. Empty for
+    replicas of one rank, which are places themselves."""
     ranks, computes = topology.pipeline.ranks, topology.computes
     if ranks == 1 or not topology.local:
         return []
@@ -54,8 +57,8 @@ def local_parts(topology: Topology, shards: HeadShards) -> list[Parts]:
 def stripes(workers: Sequence[str], shards: int) -> list[Parts]:
     """Return the workers of each stripe with their shards of heads: as even as possible, with the larger parts first.
 
-    A stripe is a run of neighbours in the ring of workers, with at most one worker per shard. At least two workers are
-    needed for a stripe.
+    A stripe is a run of neighbours in the ring of workers, with at most one worker per shard. Empty for fewer than two
+    workers.
     """
     count = min(len(workers), shards)
     if count < 2:
@@ -77,8 +80,8 @@ def _named(places: Iterable[Parts]) -> dict[str, Parts]:
 class StripedPlacement(Placement):
     """Reserves tokens on stripes, and on single workers once no stripe has room. A slot holds one shard of a token.
 
-    Where ``Placement`` speaks of workers, read places: stripes, single workers, and the ``local_parts`` of replicas.
-    Figures count tokens with all heads.
+    What ``Placement`` calls a worker is a place here: a stripe, a single worker, or the ``local_parts`` of a replica.
+    Numbers count tokens with all heads.
     """
 
     moves = False
@@ -90,8 +93,7 @@ class StripedPlacement(Placement):
         longest: int | None = None,
         replicas: Sequence[Parts] = (),
     ) -> None:
-        """``capacities``: by memory worker, the tokens with all heads that fit it. ``replicas``: see
-        ``local_parts``."""
+        """``capacities`` has tokens with all heads by memory worker; ``replicas`` is the result of ``local_parts``."""
         self._shards = shards
         self._parts: dict[str, Parts] = {}  # of every place
         self._slots: dict[str, int] = {}
@@ -103,7 +105,7 @@ class StripedPlacement(Placement):
         super().__init__(places, longest, local=self.local)
 
     def _follow(self, workers: Mapping[str, int], replicas: Sequence[Parts]) -> dict[str, int]:
-        """Return the places of these workers, with their capacities. Earlier stripes stay while they have tokens."""
+        """Return the places on ``workers``, with their capacities. Earlier stripes stay while they have tokens."""
         self._slots = {worker: tokens * self._shards.count for worker, tokens in workers.items()}
         self._ranks = frozenset(worker for parts in replicas for worker, _ in parts)
         memories = [worker for worker in workers if worker not in self._ranks]
@@ -152,7 +154,7 @@ class StripedPlacement(Placement):
     def _note_open(self) -> None:
         staying = [self._slots[worker] // self._shards.count for worker in self._alone]
         if staying or self.local:
-            # If heads do not divide evenly, slots for less than one token are left over on each worker.
+            # If heads do not divide evenly, each worker may have a remainder of less than one token.
             shared = sum(staying) - (len(staying) if len(staying) > 1 else 0)
             self.total = shared + max((self.capacities[place] for place in self.local), default=0)
             self.largest = max(self.capacities[place] for place in self._open)
@@ -195,7 +197,7 @@ class StripedPlacement(Placement):
     # -- room of places, from the room of workers ---------------------------------------------------------------
 
     def _free(self, tokens: Mapping[str, int]) -> dict[str, int]:
-        """Slots left on every worker once each place has so many ``tokens``."""
+        """Return the slots left on every worker if places hold ``tokens``."""
         free = dict(self._slots)
         for place, count in tokens.items():
             if count:
@@ -204,11 +206,11 @@ class StripedPlacement(Placement):
         return free
 
     def _fitting(self, place: str, free: Mapping[str, int]) -> int:
-        """Tokens that fit a place, given the ``free`` slots of workers; negative if it lacks slots."""
+        """Return the tokens that fit a place, given the ``free`` slots of workers; negative if it lacks slots."""
         return min(free[worker] // len(part) for worker, part in self._parts[place])
 
     def _roomy(self) -> dict[str, int]:
-        """Slots of every worker for further requests, without those kept free so that sequences there can grow."""
+        """Return the slots of every worker for further requests, without those left for growth."""
         free = self._free({place: self.reserved[place] + AHEAD * self.sequences[place] for place in self._parts})
         return {worker: slots - int(WATERMARK * self._slots[worker]) for worker, slots in free.items()}
 
@@ -235,7 +237,7 @@ class StripedPlacement(Placement):
 
     @property
     def _open(self) -> list[str]:
-        """The places for requests: local memory, and stripes, or single workers if there are no stripes."""
+        """Places on which KV may be placed: local memory, and stripes, or single workers if there are no stripes."""
         own = [place for place in self.local if place not in self.closed]
         return own + ([place for place in self._current if place not in self.closed] or self._alone)
 
@@ -258,7 +260,7 @@ class StripedPlacement(Placement):
         places = [place for place in dict.fromkeys([*self._open, *self._alone]) if place not in besides]
         spans = self._spans(tokens + AHEAD * sequences, places, self._roomy())
         if not spans and all(self.is_empty(place) for place in places):
-            spans = self._spans(tokens, places, dict(self._slots))  # empty workers take whatever they hold
+            spans = self._spans(tokens, places, dict(self._slots))  # empty workers may be filled
         kept: list[tuple[str, int]] = []
         for place, part in spans:
             if tokens:

@@ -1,4 +1,4 @@
-"""Lowers slices to a device: fused kernels, packed weights and native programs. Caches the result."""
+"""Lowers slices to a device: fused kernels, packed weights and native programs."""
 
 from lamina.lowering.cpu_slices import LoweredModel, LoweredSlice, Target, lower
 from lamina.lowering.native_program import Workspace

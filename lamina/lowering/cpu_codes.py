@@ -1,9 +1,10 @@
-"""Linear layers on a CPU whose weights stay codes of 8 or 4 bits: Lamina's own matrix product, in bfloat16.
+"""Linear layers on a CPU whose weights stay quantised to 8 or 4 bits: Lamina's own matrix product, in bfloat16.
 
-torch's products of bfloat16 and codes round scales and zero points to bfloat16, which changes the weights of most
-checkpoints; here they have float32, so that every weight is what its codes say. Native programs have this product too.
-With AVX-512 and bfloat16 it takes 0.5 (8 bits) and 0.35 (4 bits) of the time of bfloat16 for one row, 0.7 to 0.8 for 8,
-and 1.0 to 1.2 for 64; with AVX2 0.9 for one, and 1.2 to 1.6 for more than 4 (``bench/kernels/codes.py``).
+torch's products round scales and zero points to bfloat16, which changes the weights of most checkpoints; here they have
+float32. Native programs use the same product.
+
+Time relative to bfloat16 weights (``bench/kernels/codes.py``): AVX-512 and bfloat16: 0.5 (8 bits) and 0.35 (4 bits) for
+one row, 0.7 to 0.8 for 8 rows, 1.0 to 1.2 for 64; AVX2: 0.9 for one row, 1.2 to 1.6 for more than 4.
 """
 
 import copy

@@ -1,10 +1,9 @@
-"""Makes slices fast on a CPU without changing what they compute.
+"""Lowers a split model, and runs its slices on a CPU.
 
-Linear layers read weights that are packed once (``linear``; 1.5 to 2.5 times faster at few rows than repacking in every
-call). Values that depend on positions alone (rotary cosines and sines) are the same in every layer: a graph of its own,
-the prelude, computes them once per step for all slices. Operators between linear layers are fused into few native
-kernels (``fuse``). A slice that consists of these alone runs as one native call (``program``, ``translate``), any other
-as a graph.
+Weights of linear layers are packed once, which is 1.5 to 2.5 times faster at few rows than repacking in every call.
+Values that depend on positions alone (rotary cosines and sines) are the same in every layer: the *prelude*, a separate
+graph, computes them once per step for all slices. Other operators are fused into few native kernels (``fuse``). A slice
+that consists of such kernels alone runs as one native call (``native_program``, ``translate``), any other as a graph.
 """
 
 import copy
@@ -41,7 +40,7 @@ HOST = torch.device("cpu")
 
 
 class Target(enum.Enum):
-    """What slices are lowered for. A GPU takes torch's operators as they are, see ``lamina.lowering.gpu_slices``."""
+    """The device that slices are lowered for. On a GPU, torch's operators stay (``lamina.lowering.gpu_slices``)."""
 
     CPU = "cpu"
     GPU = "gpu"
@@ -49,10 +48,16 @@ class Target(enum.Enum):
 
 @dataclass(frozen=True)
 class SliceGraphs:
-    """What a slice runs: ``main`` takes weights (packed at indices ``packed``), results of ``prelude``, and rows."""
+    """The graphs of a slice.
+
+    Attributes:
+        main: takes weights, the results of ``prelude``, and rows.
+        prelude: takes the slice's constants and positions; None: ``main`` takes the constants.
+        packed: indices of the weights that ``main`` takes packed.
+    """
 
     main: fx.GraphModule
-    prelude: fx.GraphModule | None = None  # None: ``main`` takes the constants themselves
+    prelude: fx.GraphModule | None = None
     packed: frozenset[int] = frozenset()
 
 
@@ -67,10 +72,11 @@ class LoweredPart:
 
 
 class LoweredSlice:
-    """A slice with its weights, as fast as this processor runs it. Computes what ``Slice.run`` computes.
+    """A slice with its weights on a CPU. Computes what ``Slice.run`` computes.
 
     Attributes:
-        program: the native program it runs as; None if it runs as a graph.
+        program: the slice as a native program; None: it runs as a graph.
+        prelude_key: equal for slices whose ``prepare`` returns the same.
     """
 
     def __init__(
@@ -83,7 +89,7 @@ class LoweredSlice:
         arrivals: Sequence[tuple[int, ...]],
         activations: ActivationDType,
     ) -> None:
-        """``arrivals`` are the shapes of a row of attention (but for slice 0) and context."""
+        """``arrivals`` are the shapes of a row of attention (not in slice 0) and of context."""
         self._main = graphs.main
         self._table = table
         self.weights = [
@@ -96,7 +102,7 @@ class LoweredSlice:
         self.program = None if steps is None else SliceProgram(steps, self.weights)
 
     def prepare(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """Return the values that depend on positions [T] alone; the same for all slices with this ``prelude_key``."""
+        """Return the values that depend on positions [T] alone."""
         return self._table.lookup(positions)
 
     def run(
@@ -108,9 +114,9 @@ class LoweredSlice:
         prepared: tuple[Tensor, ...],
         workspace: Workspace | None = None,
     ) -> SliceOutput:
-        """Compute T rows; arguments as of ``Slice.run``, ``prepared`` for these positions.
+        """Compute T rows. ``prepared`` is ``prepare(positions)``; other arguments are those of ``Slice.run``.
 
-        Results may live in ``workspace``, if given, which must be for T rows.
+        Results may be in ``workspace``, which must be for T rows.
         """
         arrived = context if attention is None else (attention, *context)
         if self.program is not None:
@@ -121,8 +127,8 @@ class LoweredSlice:
 class PositionTable:
     """A prelude's results for positions 0, 1, ...: computed once, then looked up. Without a prelude, the constants.
 
-    Every value of a slice belongs to one row, so a prelude's result for a position does not depend on other positions.
-    ``positions`` is the number that the model supports: later ones may raise.
+    A prelude's result for a position does not depend on other positions. ``positions`` is the number of positions that
+    the model supports; the prelude may raise for larger ones.
     """
 
     FIRST, MOST = 1 << 12, 1 << 17  # positions in the first table, and in the largest
@@ -172,14 +178,19 @@ class LoweredModel:
     """Everything needed to run a split model except its weights.
 
     Attributes:
-        graphs: of all slices of the model; equal slices share theirs.
-        parts: one for each slice that it has, from slice ``first`` on.
+        dtype: field of ``SplitModel``.
+        graphs: graphs of all slices of the model; equal slices share theirs.
+        parts: one for each slice in ``slices``.
         contexts: the context of each cut.
+        attentions: field of ``SplitModel``.
+        sinks: field of ``SplitModel``; None for those that the slices do not need.
         weights: names of all weights that slices or sinks use.
-        positions: the number that the model supports; 0 if its config does not say.
+        positions: number of positions that the model supports; 0 if its config does not say.
         vocabulary: rows of the embedding.
-        dtype, attentions, sinks, constants, shards, whole: those of ``SplitModel``. A stage has the sinks that its
-            slices need; the others are None.
+        constants: field of ``SplitModel``.
+        shards: field of ``SplitModel``.
+        whole: field of ``SplitModel``.
+        first: number of the first slice.
     """
 
     dtype: DType
@@ -198,16 +209,15 @@ class LoweredModel:
 
     @property
     def slices(self) -> range:
-        """The slices that it has."""
         return range(self.first, self.first + len(self.parts))
 
     def needs(self, index: int) -> set[str]:
-        """Return the weights that slice ``index`` uses, with the sinks of the attention before it."""
+        """Return the weights that slice ``index`` uses, and the sinks of the attention before it."""
         sink = self.sinks[index - 1] if index else None
         return {*self.parts[index - self.first].weights, *([] if sink is None else [sink])}
 
     def stage(self, slices: range) -> "LoweredModel":
-        """Return the part of a whole model that runs these slices, and its weights alone."""
+        """Return the part of a whole model with these slices alone, and their weights."""
         kept = [name if number + 1 in slices else None for number, name in enumerate(self.sinks)]
         return dataclasses.replace(
             self,
@@ -227,7 +237,7 @@ class LoweredModel:
 
         Args:
             tensors: All of ``weights``, on the CPU.
-            reduce: How the ranks of a replica add up what each has computed; slices of one rank alone need none.
+            reduce: Sums tensors over the ranks of a replica; slices of a single rank need none.
             activations: Element type of what is multiplied by weights held as codes.
         """
         pack = packing(self.dtype)
@@ -247,9 +257,8 @@ class LoweredModel:
     def with_codes(
         self, tensors: Mapping[str, Weight], linear: Linear, experts: Experts, reduce: Reduce | None
     ) -> list[SliceGraphs]:
-        """Return the graphs of each part, which use ``linear`` and ``experts`` with weights that are not tensors.
-
-        They call ``reduce`` where ranks meet. Parts with equal graphs share them."""
+        """Return the graphs of each part, with ``linear`` and ``experts`` as the products of quantised weights, and
+        ``reduce`` as the sum over ranks. Parts with equal graphs share them."""
         made: dict[tuple[int, frozenset[int]], SliceGraphs] = {}
         found = []
         for part in self.parts:
@@ -319,7 +328,7 @@ def lower(model: SplitModel, target: Target = Target.CPU) -> LoweredModel:
 
 
 def _pack(part: Slice, packing: Packing, dtype: DType) -> tuple[fx.GraphModule, frozenset[int]]:
-    """Pack weights of linear layers that have the model's ``dtype`` and no other use; return graph and indices."""
+    """Pack the weights that only linear layers use and that have the model's ``dtype``; return graph and indices."""
     module = copy.deepcopy(part.graph)
     weights = list(module.graph.nodes)[: len(part.weights)]
     packed = set()
@@ -345,7 +354,7 @@ def _pack(part: Slice, packing: Packing, dtype: DType) -> tuple[fx.GraphModule, 
 
 
 def _hoist(part: Slice, main: fx.GraphModule, packed: frozenset[int]) -> SliceGraphs:
-    """Move nodes that depend on constants and positions alone into a prelude, whose results replace the constants."""
+    """Move nodes that depend only on constants and positions into a prelude, whose results replace the constants."""
     nodes = list(main.graph.nodes)
     constants = nodes[len(part.weights) : len(part.weights) + len(part.constants)]
     positions = next(node for node in nodes if node.name == "positions")
@@ -374,7 +383,7 @@ def _hoist(part: Slice, main: fx.GraphModule, packed: frozenset[int]) -> SliceGr
 
 
 def _counts_rows(node: fx.Node) -> bool:
-    """Return whether a node is the number of rows: a size, on which no value of a row depends."""
+    """Return whether a node is the number of rows, on which no value of a row depends."""
     return node.target is torch.ops.aten.sym_size.int and str(node.args) == "(ids, 0)"
 
 

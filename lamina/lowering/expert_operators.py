@@ -1,7 +1,7 @@
-"""The product of experts on a GPU: of rows that are sorted by expert, without the host in between.
+"""The product of rows, sorted by expert, with the weights of their experts on a GPU, without the host in between.
 
-An operator of PyTorch, so that it can be recorded and compiled with others. On CUDA it is Lamina's kernel; on the CPU,
-where GPUs are emulated, its definition.
+It is an operator of PyTorch, so that it can be captured in CUDA graphs and compiled with others. On CUDA it is Lamina's
+kernel; on the CPU, where GPUs are emulated, plain torch.
 """
 
 import functools

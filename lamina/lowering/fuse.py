@@ -1,8 +1,7 @@
 """Graph passes that replace groups of operators by one native call each, found by their structure.
 
-A pattern is matched backwards or forwards from its characteristic operator (rsqrt, neg, silu). Replaced nodes have no
-users left and are removed; an inner value that another node uses stays. Nothing is replaced unless shapes and element
-types are known to match.
+A pattern is matched from its characteristic operator (rsqrt, neg, silu), backwards and forwards. Replaced nodes without
+users are removed. Nothing is replaced unless shapes and element types are known to match.
 """
 
 import operator
@@ -36,7 +35,7 @@ def _value(node: Any) -> Tensor | None:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Return whether both are tensors of the same shape and the same element type, one that the kernels support."""
+    """Return whether both are tensors of the same shape and of the same element type, which kernels support."""
     x, y = _value(a), _value(b)
     return x is not None and y is not None and x.shape == y.shape and x.dtype == y.dtype and _known(x.dtype)
 
@@ -58,7 +57,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _cast_source(node: Any, to: torch.dtype | None = None) -> Any:
-    """Return what ``node`` is a cast of (to ``to``, if given), or ``node`` itself."""
+    """Return the operand if ``node`` is a cast (to ``to``, if given), else ``node`` itself."""
     if not _is(node, aten._to_copy.default) or not {"dtype"} <= set(node.kwargs) <= {"dtype", "layout", "device"}:
         return node  # device and layout are those of all tensors
     return node.args[0] if to in (None, node.kwargs["dtype"]) else node
@@ -89,7 +88,7 @@ def _fuse_norms(graph: fx.Graph) -> None:
 
 
 def _match_norm(root: fx.Node) -> _Norm | None:
-    """x * rsqrt(mean(x ** 2) + epsilon) in float32, times a weight before or after x's type is restored."""
+    """Match x * rsqrt(mean(x ** 2) + epsilon) in float32, times a weight before or after the cast to x's type."""
     for mean, epsilon in _operands(root.args[0], aten.add.Tensor):
         if not (_is(mean, aten.mean.dim) and mean.args[1:] == ([-1], True) and isinstance(epsilon, float)):
             continue
@@ -132,7 +131,7 @@ def _match_weight(scaled: fx.Node, x: fx.Node, value: Tensor, epsilon: float) ->
 
 
 def _match_offset(factor: Any) -> tuple[Any, float]:
-    """(weight, number added to it in float32)."""
+    """Return the weight, and the number added to it in float32."""
     for term, number in _operands(factor, aten.add.Tensor):
         if isinstance(number, int | float):
             return _cast_source(term, torch.float32), float(number)
@@ -140,7 +139,7 @@ def _match_offset(factor: Any) -> tuple[Any, float]:
 
 
 def _fuse_rotations(graph: fx.Graph) -> None:
-    """x * cos + rotate_half(x) * sin of x [1, H, T, D], and the way there from [1, T, H, D] and on to [T, H, D]."""
+    """Fuse x * cos + rotate_half(x) * sin of x [1, H, T, D], with the transpositions from [1, T, H, D] to [T, H, D]."""
     for root in graph.find_nodes(op="call_function", target=aten.neg.default):
         match = _match_rotation(root)
         if match is None:
@@ -162,7 +161,7 @@ def _fuse_rotations(graph: fx.Graph) -> None:
 
 
 def _match_rotation(root: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node] | None:
-    """(result, x, cosines, sines) around the negation in rotate_half."""
+    """Return result, x, cosines and sines around the negation ``root`` in rotate_half."""
     upper, cat = root.args[0], _only_user(root)
     if not isinstance(upper, fx.Node) or cat is None:
         return None
@@ -217,7 +216,7 @@ def _are_angles(cosines: Any, sines: Any, x: Tensor) -> bool:
 def _with_rest(
     total: fx.Node, part: fx.Node, cosines: fx.Node, sines: fx.Node
 ) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
-    """Return the nodes for whole heads if elements that are not rotated follow those that are, else as given."""
+    """Return the nodes for whole heads if elements of a head that are not rotated follow; else the nodes as given."""
     whole = part.args[0] if _is(part, aten.slice.Tensor, aten.alias.default) else None
     cat, size, rotated = _only_user(total), _value(whole), _value(part)
     if not isinstance(whole, fx.Node) or cat is None or size is None or rotated is None:
@@ -232,7 +231,7 @@ def _with_rest(
 
 
 def _before_split_of_heads(x: Any) -> Any:
-    """[1, T, H * D] from which ``x`` [1, T, H, D] is a view, or ``x``."""
+    """Return the value [1, T, H * D] of which ``x`` [1, T, H, D] is a view, or ``x``."""
     source = x.args[0] if _is(x, aten.view.default) else None
     value, heads = _value(source), _value(x)
     if value is None or heads is None or value.dim() != 3:

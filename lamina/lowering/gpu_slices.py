@@ -1,7 +1,7 @@
-"""Slices on a device of torch's, as graphs of its own operators: what a GPU runs.
+"""Runs lowered slices on a GPU, or on another device of torch, as graphs of torch's operators.
 
-Nothing is packed or fused here: CUDA's libraries take weights as they are, and a captured graph costs nothing per
-operator on the host.
+Nothing is packed or fused: CUDA's libraries take weights as they are, and a captured CUDA graph costs no host time per
+operator.
 """
 
 import copy
@@ -18,7 +18,7 @@ from lamina.models.quantisation.codes import Held, StackedCodes, Weight, plain
 from lamina.splitter.markers import Reduce
 
 Main = Callable[..., Sequence[Tensor]]
-"""A slice's graph, or another function that computes the same of the same arguments."""
+"""A slice's graph, or a function equivalent to the graph."""
 
 _INDEX = torch.ops.aten.index.Tensor  # tagged for masks; slices, whose results have as many rows as come, use numbers
 _NEEDS_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -28,10 +28,10 @@ class PlacedSlice:
     """A slice with its weights on a device. Computes what ``Slice.run`` computes.
 
     Attributes:
-        graph: what it runs; slices that compute the same share one.
-        digest: equal for slices that compute the same of weights of the same types and sizes, in any process.
-        capturable: it runs without the host between its operators, so that they can be recorded once and replayed.
-        prelude_key: equal for slices that derive the same from positions.
+        graph: the slice's graph; slices with equal graphs share one.
+        digest: equal in all processes for slices with equal graphs, and weights of the same types and shapes.
+        capturable: True if no operator needs the host, so that the slice can be captured in a CUDA graph.
+        prelude_key: equal for slices whose ``prepare`` returns the same.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PlacedSlice:
 
     @property
     def fixed(self) -> list[Tensor]:
-        """Its weights, but for those in a library's own form."""
+        """Tensors of the weights, without those in the private form of a library."""
         found: list[Tensor] = []
         for weight in self._weights:
             parts = weight.tensors if isinstance(weight, StackedCodes) else (weight,)
@@ -60,7 +60,7 @@ class PlacedSlice:
         return found
 
     def prepare(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """Return the values that depend on positions int64 [T], in host memory, alone."""
+        """Return the values that depend only on positions int64 [T], which are in host memory."""
         return self._table.lookup(positions)
 
     def __call__(
@@ -71,16 +71,21 @@ class PlacedSlice:
         arrived: Sequence[Tensor],
         main: Main | None = None,
     ) -> tuple[Tensor, ...]:
-        """(q, k, v, *context), or (logits,), of T rows, everything on the device.
+        """Return (q, k, v, *context), or (logits,), for T rows, everything on the device.
 
-        ``arrived``: attention, but for slice 0, then context. ``main``: computes what ``graph`` does.
+        Args:
+            prepared: result of ``prepare``.
+            ids: token ids [T].
+            positions: int64 [T].
+            arrived: attention (not in slice 0), then context.
+            main: function to run instead of ``graph``.
         """
         run = self.graph if main is None else main
         results: tuple[Tensor, ...] = tuple(run(*self._weights, *prepared, ids, positions, *arrived))
         return results
 
 
-def place(
+def place_slices(
     model: LoweredModel,
     tensors: Mapping[str, Weight],
     device: torch.device,
@@ -89,8 +94,9 @@ def place(
 ) -> list[PlacedSlice]:
     """Return the slices of a model lowered for ``Target.GPU``; ``tensors`` holds all of its weights, on the device.
 
-    ``reduce``: how the ranks of a replica add up what each has computed; slices of one rank alone need none.
-    ``grouped``: torch's product of experts runs on this device without the host; Lamina's is used instead otherwise.
+    Args:
+        reduce: sums tensors over the ranks of a replica; slices of a single rank need none.
+        grouped: use torch's product of experts; False: Lamina's, as torch's needs the host on this device.
     """
     moved: dict[int, SliceGraphs] = {}
     graphs = model.with_codes(tensors, linear_held, experts_stacked, reduce)
@@ -113,7 +119,7 @@ def _like(weight: Weight) -> tuple[str, ...]:
 
 
 def _on(module: fx.GraphModule, device: torch.device, grouped: bool) -> fx.GraphModule:
-    """Return a copy that makes tensors on ``device``: it was captured on the CPU. ``grouped``: see ``place``."""
+    """Return a copy of a graph captured on the CPU that creates its tensors on ``device``."""
     moved = copy.deepcopy(module)
     for node in moved.graph.nodes:
         if node.kwargs.get("device") is not None:
@@ -125,7 +131,7 @@ def _on(module: fx.GraphModule, device: torch.device, grouped: bool) -> fx.Graph
 
 
 def _needs_host(node: fx.Node) -> bool:
-    """True if an operator's result decides on the host what runs next, or how large it is."""
+    """True if the host must read an operator's result, or its size, before the next operator can run."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload) or target is _INDEX:
         return False

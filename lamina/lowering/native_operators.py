@@ -1,4 +1,4 @@
-"""Operators of slices as native calls: norms, rotary embeddings, linear layers."""
+"""Native calls for operators of slices on a CPU: norms, rotary embeddings, gates, linear layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ PATH = _native.attention_paths()[-1]
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float, round_before_weight: bool) -> Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * (weight + offset) over the last dimension of x [..., N]; weight [N].
+    """Return x / sqrt(mean(x^2) + epsilon) * (weight + offset) over the last dimension of x [..., N]; weight [N].
 
-    ``round_before_weight`` rounds to the element type before the multiplication as well.
+    ``round_before_weight`` rounds to the element type also before the multiplication by the weight.
     """
     return _norm(x, None, weight, epsilon, offset, round_before_weight)[1]
 
@@ -33,7 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float, round_bef
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, offset: float, round_before_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """(x + residual, its ``rms_norm``); x and residual have one shape."""
+    """Return x + residual, and the ``rms_norm`` of that sum; x and residual have one shape."""
     return _norm(x, residual, weight, epsilon, offset, round_before_weight)
 
 
@@ -52,10 +52,10 @@ def _norm(
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor, heads: int) -> Tensor:
-    """Rotary embedding of x [1, T, H, D] or [1, T, H * D] as [T, H, D].
+    """Return the rotary embedding of x [1, T, H, D] or [1, T, H * D], as [T, H, D].
 
-    cosines and sines [..., T, R] hold a value for each of the first R elements of a head; element i is paired with
-    element i + R / 2, and the elements from R on are copied.
+    ``cosines`` and ``sines`` [..., T, R] have a value for each of the first R elements of a head. Element i is paired
+    with element i + R / 2; elements from R on are copied.
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -71,7 +71,7 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor, heads: int) -> Tensor:
 
 
 def gate(x: Tensor, up: Tensor, activation: str) -> Tensor:
-    """activation(x) * up, of one shape [..., N]; ``activation`` is a key of ``ACTIVATIONS``."""
+    """Return activation(x) * up; both have shape [..., N], and ``activation`` is a key of ``ACTIVATIONS``."""
     x, x_stride = evenly_spaced_rows(x)
     up, up_stride = evenly_spaced_rows(up)
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -83,10 +83,8 @@ def gate(x: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def largest(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest value of each row of x [R, N], float32 [R] (NaN if the row has one), and its first index,
-    int64 [R].
-
-    The same as ``x.max(-1)``, in a third of its time for wide rows on the CPU.
+    """Return the largest value of each row of x [R, N], float32 [R] (NaN if the row has a NaN), and its first index,
+    int64 [R]: ``x.max(-1)``, in a third of the time for wide rows on the CPU.
     """
     if x.device.type != "cpu":
         values, indices = x.max(-1)
@@ -102,12 +100,12 @@ def largest(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Packing:
-    """One way to compute linear layers.
+    """A packed form of weights, and the linear layer that reads it.
 
     Attributes:
-        pack: converts a weight [outputs, inputs] to the form ``linear`` takes; the original can then be freed.
+        pack: packs a copy of a weight [outputs, inputs].
         linear: (x [..., inputs], packed weight, bias [outputs] or None, outputs) -> [..., outputs].
-        inputs_multiple: only weights whose number of inputs is a multiple of it can be packed.
+        inputs_multiple: the number of inputs of a weight must be a multiple of it.
     """
 
     pack: Callable[[Tensor], Tensor]
@@ -131,7 +129,7 @@ def _onednn_packs(dtype: DType) -> bool:
 
 
 def _pack_native(weight: Tensor) -> Tensor:
-    """int32 [pairs], on huge pages: bfloat16 pairs in the order they are read."""
+    """Return int32 [pairs], on huge pages: pairs of bfloat16 in the order in which they are read."""
     weight = weight.contiguous()
     outputs, inputs = weight.shape
     pairs = _native.linear_packed_pairs(outputs, inputs)
@@ -143,9 +141,9 @@ def _pack_native(weight: Tensor) -> Tensor:
 def linear_native(
     x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, *, path: _native.AttentionPath | None = None
 ) -> Tensor:
-    """x [..., inputs] times the weight that ``NATIVE.pack`` took, plus bias: [..., outputs], rounded once.
+    """Return x [..., inputs] times a weight packed by ``NATIVE.pack``, plus bias: [..., outputs], rounded once.
 
-    ``path``: the instruction set; by default this processor's widest.
+    ``path`` is the instruction set; None: this processor's widest.
     """
     x, stride = evenly_spaced_rows(x)
     inputs = x.shape[-1]
@@ -157,7 +155,7 @@ def linear_native(
 
 
 def evenly_spaced_rows(x: Tensor) -> tuple[Tensor, int]:
-    """x [..., N], or a contiguous copy of it, and the elements from one row to the next."""
+    """Return x [..., N] or a contiguous copy of x, and the number of elements from one row to the next."""
     if x.is_contiguous():
         return x, x.shape[-1]
     if x.dim() == 3 and x.shape[0] == 1 and x.stride(2) == 1:  # part of a wider product

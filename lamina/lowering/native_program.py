@@ -1,7 +1,7 @@
 """Runs a slice as a native program: all its steps in one call, without Python, allocation or the GIL in between.
 
-A program's values are bfloat16 matrices with a row for each token; its steps are linear layers that share an input,
-norms, rotations and gates. ``translate`` makes the steps from a slice's graph.
+A program's values are bfloat16 matrices with a row for each token. Its steps are groups of linear layers with a common
+input, norms, rotations and gates. ``translate`` makes the steps from a slice's graph.
 """
 
 import math
@@ -20,9 +20,9 @@ Program = _native.Program
 
 
 class Workspace:
-    """Memory for the slices of a step: scratch, and results of two slices, so that a slice can read the one before.
+    """Memory for the slices of a step: scratch memory, and the results of two slices.
 
-    The second slice run after a slice overwrites its results.
+    A slice's results are valid until two more slices have run.
     """
 
     def __init__(self, rows: int) -> None:
@@ -31,13 +31,13 @@ class Workspace:
         self._results: dict[tuple[tuple[int, ...], ...], list[_Results]] = {}
 
     def scratch(self, elements: int) -> int:
-        """Address of ``elements`` elements; a larger request than before discards their contents."""
+        """Return the address of at least ``elements`` elements of scratch memory."""
         if elements > self._scratch.numel():
             self._scratch = torch.empty(elements, dtype=torch.bfloat16)
         return self._scratch.data_ptr()
 
     def results(self, shapes: tuple[tuple[int, ...], ...]) -> "_Results":
-        """Tensors of ``rows`` rows of these shapes, other ones than those of the previous call."""
+        """Return tensors of ``rows`` rows of these shapes, which differ from those of the previous call."""
         known = self._results.setdefault(shapes, [])
         known.insert(0, known.pop() if len(known) == 2 else _Results(self.rows, shapes))
         return known[0]
@@ -52,7 +52,7 @@ class _Results:
 
 @dataclass(frozen=True)
 class Columns:
-    """A value: the elements of each row of a matrix from ``column`` on, seen as [*[1] * ones, rows, *shape]."""
+    """A value: elements of each row of a matrix from ``column`` on, viewed as [*[1] * ones, rows, *shape]."""
 
     matrix: int
     column: int
@@ -61,7 +61,6 @@ class Columns:
 
     @property
     def width(self) -> int:
-        """Elements of a row."""
         return math.prod(self.shape)
 
 
@@ -71,7 +70,7 @@ NOWHERE = Columns(-1, 0, ())
 
 @dataclass(frozen=True)
 class Step:
-    """One of ``Program``'s methods ``add_...`` and its arguments, with operands as ``Columns``."""
+    """A step: ``add`` is a method ``add_...`` of ``Program``; operands among ``arguments`` are ``Columns``."""
 
     add: Callable[..., None]
     arguments: tuple[Any, ...]
@@ -82,11 +81,11 @@ class Steps:
     """A slice as steps, before its matrices are numbered for the native program.
 
     Attributes:
-        widths: of all matrices.
-        steps: in order.
+        widths: elements of a row, by matrix.
+        steps: the steps in order.
         inputs: matrices that the slice takes: results of the prelude, attention, context, rows of the embedding.
         results: whole matrices that the slice returns.
-        embedding: weight [vocab, d] whose rows are the last input; None without one.
+        embedding: weight [vocab, d] whose rows are the last input; None without an embedding.
     """
 
     widths: list[int]
@@ -97,7 +96,7 @@ class Steps:
 
 
 class SliceProgram:
-    """A slice as a native program, which holds only the addresses of ``weights``: they are kept alive with it."""
+    """A slice as a native program. The program holds addresses of ``weights``, so this object keeps them alive."""
 
     def __init__(self, steps: Steps, weights: Sequence[object]) -> None:
         self._weights = weights
@@ -107,11 +106,11 @@ class SliceProgram:
         self._program = _assemble(steps, _join_products(steps.steps))
 
     def run(self, ids: Tensor, inputs: Sequence[Tensor], workspace: Workspace) -> SliceOutput:
-        """Return the slice's results for ``workspace.rows`` rows; they live in ``workspace``.
+        """Return the slice's results for ``workspace.rows`` rows, in memory of ``workspace``.
 
         Args:
             ids: int64 [rows].
-            inputs: bfloat16 [rows, ...]: what the prelude gave, attention, context.
+            inputs: bfloat16 [rows, ...]: results of the prelude, attention, context.
 
         Raises ValueError for an input of another size or element type.
         """
@@ -137,7 +136,7 @@ def _address(tensor: Tensor, elements: int) -> int:
 
 
 def _join_products(steps: Sequence[Step]) -> list[Step]:
-    """Join products of the same input into one step, at the first of them."""
+    """Join products of the same input into one step, at the place of the first product."""
     joined: list[Step] = []
     for step in steps:
         siblings = [

@@ -1,6 +1,6 @@
-"""Converts lowered models to records that can be written to a file, and back: names and numbers, no code.
+"""Converts lowered models to records for a file, and back. Records hold names and numbers, no code.
 
-A name that is read is looked up in lists of what lowered graphs may call; it is never evaluated or imported.
+A name that is read is looked up among the functions that lowered graphs may call; it is never evaluated or imported.
 """
 
 import importlib
@@ -37,7 +37,7 @@ class NotStorableError(ValueError):
 
 
 class StoredNode(msgspec.Struct, array_like=True):
-    """One node of a graph; in ``args`` and ``kwargs`` a list is tagged by its first element, see ``_encode``."""
+    """One node of a graph. In ``args`` and ``kwargs``, the first element of a list is its kind (``_encode``)."""
 
     op: str
     target: str
@@ -46,7 +46,7 @@ class StoredNode(msgspec.Struct, array_like=True):
 
 
 def encode(value: Any) -> Any:
-    """Convert what msgspec cannot write of a ``LoweredModel``, as its ``enc_hook``: graphs, tensors, element types.
+    """Convert graphs, tensors and element types of a ``LoweredModel`` for msgspec, as its ``enc_hook``.
 
     Raises NotStorableError: a graph has a target or an argument of an unknown kind.
     """
@@ -60,7 +60,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: type, stored: Any) -> Any:
-    """Convert back what ``encode`` has made, as msgspec's ``dec_hook``.
+    """Convert back a result of ``encode``, as msgspec's ``dec_hook``.
 
     Raises NotStorableError: a graph is invalid or calls something not allowed.
     """
@@ -89,7 +89,7 @@ def store_graph(graph: fx.Graph) -> list[StoredNode]:
 
 
 def restore_graph(stored: Sequence[StoredNode]) -> fx.GraphModule:
-    """Return the graph that ``store_graph`` got, as a module. Raises NotStorableError."""
+    """Return the graph of a record, as a module. Raises NotStorableError."""
     graph = fx.Graph()
     nodes: list[fx.Node] = []
     for node in stored:
@@ -135,7 +135,7 @@ def _is_name(text: str) -> bool:
 
 
 def _encode(argument: Any, number: Mapping[fx.Node, int]) -> Any:
-    """Numbers, strings and None unchanged; everything else as a list that begins with its kind."""
+    """Return numbers, strings and None unchanged, everything else as a list that begins with its kind."""
     if argument is None or type(argument) in (bool, int, float, str):
         return argument
     if isinstance(argument, fx.Node):

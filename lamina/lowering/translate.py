@@ -1,8 +1,8 @@
 """Translates a lowered slice's graph to the steps of a native program, if a program can express it.
 
-It can if all linear layers are Lamina's own products, all other arithmetic is a fused norm, rotation or gate, and
-everything else is a view that keeps rows whole, or the embedding of ids. That holds for Llama-like slices. Slices with
-routed experts, other norms or activations, or other element types run as graphs.
+A program can express Lamina's own linear layers, fused norms, rotations and gates, views that keep rows whole, and the
+embedding of ids. That is enough for Llama-like slices. Slices with routed experts, other norms or activations, or
+element types other than bfloat16 run as graphs.
 """
 
 import math
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 _END = 2**63 - 1
 _IDS = object()
 T = TypeVar("T")
-_PAIRS = (0, 0, 0, 0)  # of a weight that is not codes
+_PAIRS = (0, 0, 0, 0)  # in place of ``PackedCodes.native``, for a weight in bfloat16
 
 
 def translate(
@@ -36,12 +36,12 @@ def translate(
 
     Args:
         weights: the graph's first inputs, contiguous; those of linear layers packed.
-        hoisted: its next inputs, for two positions and for three.
-        arrivals: shapes of a row of attention (but for slice 0) and context.
+        hoisted: the graph's next inputs, each computed for two positions and for three.
+        arrivals: shapes of a row of attention (not in slice 0) and of context.
     """
     translation = _Translation()
     try:
-        translation.take_in(graph, weights, hoisted, arrivals)
+        translation.add_inputs(graph, weights, hoisted, arrivals)
         for node in graph.nodes:
             if node.op in ("call_function", "call_method"):
                 translation.call(node)
@@ -62,7 +62,7 @@ def _require(holds: bool) -> None:
 class _Translation:
     """The translation of one graph, node by node.
 
-    ``_values`` maps nodes to what they are in the program: ``Columns`` or several of them, weights' tensors, ``_IDS``.
+    ``_values`` maps nodes to values of the program: ``Columns``, a tuple of them, a weight, or ``_IDS``.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class _Translation:
         self._steps: list[Step] = []
         self._values: dict[fx.Node, Any] = {}
 
-    def take_in(
+    def add_inputs(
         self,
         graph: fx.Graph,
         weights: Sequence[Tensor | PackedCodes | PackedExperts],
@@ -131,7 +131,7 @@ class _Translation:
         return value.width == self._widths[value.matrix]
 
     def _embed(self, weight: Any, ids: Any, *_: Any) -> Columns:
-        """Rows of the embedding are one more input; the padding argument only matters for gradients."""
+        """Make the rows of the embedding one more input. The padding argument only matters for gradients."""
         _require(self._embedding is None and self._values.get(ids) is _IDS)
         self._embedding = self._weight(weight)
         value = self._matrix(self._embedding.shape[1:], ones=1)
@@ -214,11 +214,11 @@ class _Translation:
         return value
 
     def _size(self, x: Any, dim: int) -> None:
-        """The number of rows, which is that of ids; only views use it."""
+        """Accept the number of rows, which only views use."""
         _require(isinstance(x, fx.Node) and x.target in ("ids", "positions") and dim == 0)
 
     def _view(self, x: Any, sizes: Sequence[Any]) -> Columns:
-        """Sizes are leading ones, then rows, then the shape of a row."""
+        """Return a view. ``sizes`` are leading ones, then rows, then the shape of a row."""
         value = self._rows(x)
         ones = next((place for place, size in enumerate(sizes) if size != 1), len(sizes))
         _require(ones < len(sizes))

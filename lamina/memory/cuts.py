@@ -1,9 +1,8 @@
-"""How the attention of prompt chunks over long prefixes is cut, so that messages of other lanes are served in between.
+"""Cuts the attention of long prompt chunks into parts of a few milliseconds, between which other lanes are served.
 
-A chunk of 2,048 rows over 131,072 tokens takes seconds. It is cut into row blocks and KV heads (the tasks of the native
-kernel) and into ranges of tokens, so that each cut takes a few milliseconds. Rows that decode are never cut:
-interleaving the decode of two lanes would only delay both. Pure: the cuts follow from the step and the machine alone,
-so that results do not depend on what else is served.
+The attention of 2,048 rows to 131,072 tokens takes seconds. It is cut by row block, KV head (together: the tasks of the
+native kernel) and token range. Decode rows are not cut: interleaving two lanes' decode steps would only delay both.
+Pure: the cuts depend on the step and the machine alone, so that results do not depend on concurrent load.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,7 +32,7 @@ class Cut:
 
     Attributes:
         tasks: [first, last) of the attention's tasks, see ``lamina.kernels.attention.partial_tasks``; None: all.
-        adds: True if it is merged into what earlier cuts have written for these rows.
+        adds: Whether the result is merged into the results of earlier cuts of these rows.
     """
 
     start: int
@@ -44,10 +43,9 @@ class Cut:
 
 
 def cuts(table: SegmentTable, spec: AttentionSpec, threads: int, most: int) -> Iterator[Cut]:
-    """Yield the cuts of an attention in the order in which they must run: a single one unless it has a long prompt
-    chunk.
+    """Yield the cuts of an attention in the order in which they must run: one cut unless it has a long prompt chunk.
 
-    ``most``: products of a thread in one cut, roughly (``MOST_PRODUCTS``).
+    ``most``: approximate number of products of one thread in one cut (``MOST_PRODUCTS``).
     """
     offsets = table.query_offsets
     if table.most_rows <= 1:
@@ -81,7 +79,7 @@ def _cut_pair(table: SegmentTable, pair: int, spec: AttentionSpec, threads: int,
 
 
 def _seen(table: SegmentTable, pair: int, spec: AttentionSpec, begin: int, end: int | None) -> int:
-    """Return how many of tokens [begin, end) of a pair's segment its rows see, summed over the rows."""
+    """Return the number of (row, token) pairs in tokens [begin, end) of a pair's segment that causality allows."""
     low, high = _bounds(table, pair, spec)
     stop = int(table.kv_offsets[pair + 1] - table.kv_offsets[pair]) if end is None else end
     return int(np.maximum(np.minimum(high, stop) - np.maximum(low, begin), 0).sum())

@@ -1,4 +1,4 @@
-"""Cached sequences on a memory worker's disk: blocks copied there and back between messages."""
+"""Copies blocks of cached sequences between a memory worker's slab and its disk, in the gaps between messages."""
 
 import collections
 import contextlib
@@ -25,25 +25,27 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 
 class Disk:
-    """Blocks of ``nbytes`` bytes each. One thread reads and writes them, in the order of the calls."""
+    """A file of ``count`` blocks of ``nbytes`` bytes. One thread reads and writes them, in the order of the calls."""
 
     def __init__(self, folder: str, count: int, nbytes: int) -> None:
-        """Make a file of ``count`` blocks in ``folder``. It has no name: it is gone when this process ends, however it
-        ends. Raises ConfigError if the folder cannot be used or lacks the space."""
+        """Create the file in ``folder``, without a name, so that it vanishes with this process.
+
+        Raises ConfigError if the folder cannot be used or lacks the space.
+        """
         self.nbytes = nbytes
         self._file = _open(Path(folder), count * nbytes)
         self._thread = ThreadPoolExecutor(1, "lamina-disk")
 
     def write(self, block: int, content: bytearray) -> "Future[None]":
-        """Write a block; ``content`` must not change before the future is done, which may have an OSError."""
+        """Write a block. ``content`` must not change before the future is done; the future may raise OSError."""
         return self._thread.submit(self._write, block, content)
 
     def read(self, block: int) -> "Future[bytearray]":
-        """Return a block's content; the future may have an OSError."""
+        """Read a block. The future may raise OSError."""
         return self._thread.submit(self._read, block)
 
     def close(self) -> None:
-        """Close the file; writes that wait are cancelled."""
+        """Cancel queued operations and close the file."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         os.close(self._file)
 
@@ -66,7 +68,6 @@ class Disk:
 
 
 def _open(folder: Path, nbytes: int) -> int:
-    """Return a new file without a name, with space for ``nbytes`` bytes. Raises ConfigError."""
     if not folder.is_dir():
         raise ConfigError(f"kv_spill_dir is '{folder}', a folder that does not exist; make it first")
     if (kind := _kind_of(folder)) in IN_MEMORY:
@@ -94,7 +95,6 @@ def _open(folder: Path, nbytes: int) -> int:
 
 
 def _kind_of(folder: Path) -> str:
-    """Return the type of the file system that a folder is on."""
     place, kinds = folder.resolve(), dict[Path, str]()
     with contextlib.suppress(OSError):
         kinds = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
@@ -113,12 +113,12 @@ class _Transfer:
     """A copy to the disk or a fetch from it, block by block.
 
     Attributes:
-        slots: of each block.
-        next: the block that is handed to the disk next.
-        layer: the next one to copy, of the block being filled (copies) or restored (fetches).
-        moving: the blocks that the disk is at work on, oldest first.
-        left: blocks that are not done.
-        since: when something was done last.
+        slots: Slots of each block.
+        next: The next block to submit to the disk.
+        layer: The next layer to copy of the block being filled (copies) or restored (fetches).
+        moving: Disk operations in flight, oldest first.
+        left: Blocks that are not done.
+        since: Monotonic time of the last progress.
     """
 
     number: int
@@ -138,7 +138,7 @@ class _Transfer:
 
 
 class Tier:
-    """The disk of one memory worker. Its thread owns this; ``work`` does a small part of what there is to do."""
+    """Transfers between a slab and a disk. The memory worker's thread owns it, and calls ``work`` in its gaps."""
 
     def __init__(self, store: KvStore, disk: Disk, on_done: OnDone) -> None:
         self._store = store
@@ -150,11 +150,11 @@ class Tier:
 
     @property
     def active(self) -> bool:
-        """Whether ``work`` has something to do, now or once the disk has."""
+        """Whether transfers are in flight."""
         return bool(self._transfers)
 
     def apply(self, plan: StepPlan) -> None:
-        """Begin and end what a plan says, after the store has applied it.
+        """Begin and end the transfers of a plan, after the store has applied it.
 
         Copies of released or moved sequences are aborted: their slots may get other owners.
         """
@@ -182,17 +182,19 @@ class Tier:
         self._transfers.append(_Transfer(fetch.number, fetch.child, fetch.blocks, parts, writes=False))
 
     def release(self, sequences: Sequence[int]) -> None:
-        """Drop sequences whose slots were freed."""
+        """Abort transfers of sequences whose slots were freed."""
         for one in [one for one in self._transfers if one.sequence in sequences]:
             self._end(one, complete=False)
 
     def drop(self) -> None:
-        """Forget all transfers: nobody waits for them any more."""
+        """Abort all transfers."""
         self._transfers.clear()
 
     def work(self) -> bool:
-        """Copy one block of one layer, or take note of what the disk has done, for the first transfer that allows it.
-        False if all wait for the disk."""
+        """Copy one layer of one block, or complete one disk operation, of the first transfer that can continue.
+
+        Returns False if all transfers wait for the disk.
+        """
         now = time.monotonic()
         for one in self._transfers:
             try:
@@ -208,7 +210,7 @@ class Tier:
         return False
 
     def _write(self, one: _Transfer) -> bool:
-        """True if something was done. Raises OSError."""
+        """Continue a copy; return whether there was progress. Raises OSError."""
         if one.moving and one.moving[0].done():
             one.moving.popleft().result()
             one.left -= 1
@@ -228,7 +230,7 @@ class Tier:
         return True
 
     def _read(self, one: _Transfer) -> bool:
-        """True if something was done. Raises OSError."""
+        """Continue a fetch; return whether there was progress. Raises OSError."""
         if one.next < len(one.blocks) and len(one.moving) < AHEAD:
             one.moving.append(self._disk.read(one.blocks[one.next]))
             one.next += 1
@@ -254,10 +256,9 @@ class Tier:
 def open_tier(
     store: KvStore, folder: str, overcommit: float, on_done: OnDone, resources: contextlib.ExitStack
 ) -> Tier | None:
-    """Return the disk with which a store holds ``overcommit`` times its slab; None for no disk. ``resources`` closes
-    it.
+    """Return a disk tier with which a store holds ``overcommit`` times its slab; None for no disk.
 
-    Raises ConfigError if the folder cannot be used.
+    ``resources`` closes the tier. Raises ConfigError if the folder cannot be used.
     """
     blocks = blocks_of(store.slab.capacity, overcommit)
     if not blocks:

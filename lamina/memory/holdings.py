@@ -1,4 +1,4 @@
-"""The segments that a memory worker holds, and the slots of their tokens. Pure."""
+"""Applies step plans to a memory worker's slab: which segments it holds, and the slots of their tokens. Pure."""
 
 import collections
 import itertools
@@ -21,15 +21,20 @@ Brought = tuple[SegmentKey, int]
 
 
 def brought(rows: MessageRows, key: Callable[[int, int, int], SegmentKey]) -> list[Brought]:
-    """Return what a message brings; those that must be fetched last. ``key``: of a sequence's segment and shard."""
+    """Return the tokens that a message brings for each segment, with tokens that must be fetched at the end.
+
+    ``key``: Returns the key of (sequence, first token of the segment, shard).
+    """
     return [*rows.kept, *((key(each.sequence, each.kv_start, each.shard), each.rows) for each in rows.pulled)]
 
 
 def step_starts(
     messages: Iterable[tuple[MessageRows, list[Brought]]], end: Callable[[SegmentKey], int]
 ) -> dict[int, int]:
-    """By sequence: the first position of a step, whether it attends there or only brings tokens, which are stored layer
-    by layer until it has ended. ``end``: the position behind the last token of a segment, with those of the step."""
+    """Return, by sequence, the first position that a step attends from or stores tokens at.
+
+    ``end``: Returns the position after the last token of a segment, tokens of the step included.
+    """
     first: dict[int, int] = {}
     for rows, brings in messages:
         attends = [(one.sequence, one.start) for one in (*rows.attends, *dict(rows.further).values())]
@@ -44,15 +49,18 @@ Renew = Callable[[Slots, Slots, int], None]
 
 
 class Starts:
-    """Where the latest steps of a sequence begin, by lane; before the first, where that begins."""
+    """First positions of a sequence's latest steps, by lane, from which the oldest step in flight follows."""
 
     def __init__(self, start: int) -> None:
         self._first: int | None = start
         self._lanes: dict[int, collections.deque[int]] = {}
 
     def add(self, lane: int, start: int) -> None:
-        """Add a step. Once three in a row have had one token each in this lane, all chunks of other lanes have
-        completed: a lane plans its third step once its first has completed, and chunks complete in order."""
+        """Add a step.
+
+        After three consecutive decode steps in this lane, all chunks of other lanes have completed: a lane plans its
+        third step once its first has completed, and chunks complete in order.
+        """
         own = self._lanes.setdefault(lane, collections.deque(maxlen=STEPS_KEPT))
         own.append(start)
         if self._first is not None and len(own) == STEPS_KEPT:
@@ -62,7 +70,7 @@ class Starts:
 
     @property
     def lowest(self) -> int:
-        """The first position from which a step in flight may attend."""
+        """Return the lowest position from which a step in flight may attend."""
         starts = [start for own in self._lanes.values() for start in own]
         return min(starts if self._first is None else [self._first, *starts])
 
@@ -71,21 +79,20 @@ class Holdings:
     """Applies the deltas of plans to a slab.
 
     Attributes:
-        worker: whose.
-        shards: how heads are cut.
-        segments: by sequence, those here.
-        slab: a slot holds one shard of a token.
+        worker: Name of the memory worker.
+        shards: How heads are sharded.
+        segments: The worker's segments, by sequence.
+        slab: Slots; each holds one shard of a token.
     """
 
     def __init__(self, worker: str, shards: HeadShards, capacity: int) -> None:
-        """``capacity``: slots."""
         self.worker, self.shards = worker, shards
         self.slab = Slab[SegmentKey](capacity)
         self.segments: dict[int, list[Segment]] = {}
         self._starts: dict[int, Starts] = {}  # by sequence
 
     def apply(self, plan: StepPlan, renew: Renew) -> None:
-        """Apply a plan's deltas; slots for its step's own tokens come later. Raises CapacityError, PlacementError."""
+        """Apply a plan's deltas, except slots for its step's tokens. Raises CapacityError, PlacementError."""
         for switch in plan.switches:
             self._switch(switch)
         for fork in plan.forks:
@@ -105,9 +112,9 @@ class Holdings:
             self._begin_fetch(fetch)
 
     def truncate(self, kept: Mapping[int, int]) -> None:
-        """Keep so many tokens of each of these sequences, counted from their beginning, and forget all others.
+        """Keep the first ``kept[sequence]`` tokens of each sequence, and forget all sequences not in ``kept``.
 
-        Sequences that have no segment here are ignored.
+        Sequences without a segment on this worker are ignored.
         """
         # Prefixes of sequences whose steps have completed may be cached with the next plan.
         self._starts = {one: Starts(max(0, tokens - STEPS_KEPT)) for one, tokens in kept.items()}
@@ -121,12 +128,11 @@ class Holdings:
                 self.slab.truncate(key, max(0, last - start))
 
     def release(self, sequences: Sequence[int]) -> None:
-        """Forget sequences and free their slots. Those not known here are ignored."""
+        """Forget sequences and free their slots. Unknown sequences are ignored."""
         for sequence in sequences:
             self._forget(sequence)
 
     def _open(self, sequence: int, segments: list[Segment]) -> None:
-        """Begin the segments of a sequence that are here, if any."""
         if segments:
             self.segments[sequence] = segments
             for key in itertools.chain.from_iterable(map(self._keys, segments)):
@@ -134,7 +140,6 @@ class Holdings:
                     self.slab.open(key)
 
     def _keys(self, segment: Segment) -> list[SegmentKey]:
-        """Return the keys of a segment's shards."""
         return [self.key(segment.sequence, segment.tokens[0], shard) for shard in self.shards.shards_of(segment.heads)]
 
     def key(self, sequence: int, first: int, shard: int) -> SegmentKey:
@@ -146,8 +151,10 @@ class Holdings:
         return self.key(attend.sequence, attend.kv_start, attend.shard)
 
     def _fork(self, fork: Fork, renew: Renew) -> None:
-        """Let a child share the part of its first tokens that its parent has here. Of tokens that the child has from
-        elsewhere, it gets what has been forgotten there."""
+        """Let a child share the slots of its parent's first tokens on this worker.
+
+        Windowed layers of slots that the child had before are copied from the parent's (``renew``).
+        """
         segments = self.segments.get(fork.parent, [])
         if shared := forked(segments, fork.child, fork.tokens):
             self.segments[fork.child] = shared
@@ -165,7 +172,7 @@ class Holdings:
                     self.slab.fork(key, child, last - start)
 
     def _grow(self, new: Segment) -> None:
-        """Let a sequence continue in another segment, here or elsewhere. What it had planned beyond is empty."""
+        """Let a sequence continue in a new segment, on this worker or another one."""
         sequence, segments = new.sequence, self.segments.pop(new.sequence, [])
         first, _ = new.tokens
         for segment in segments:
@@ -180,7 +187,7 @@ class Holdings:
             self.segments[sequence] = after
 
     def _forget(self, sequence: int) -> None:
-        """Free the slots of a sequence, if it has any here or is moving here."""
+        """Free the slots of a sequence, if it is on this worker or moving to it."""
         self._starts.pop(sequence, None)
         segments = self.segments.pop(sequence, ()) or [Segment(sequence, self.worker, self.shards.whole, (0, None))]
         for key in itertools.chain.from_iterable(map(self._keys, segments)):
@@ -188,13 +195,13 @@ class Holdings:
                 self.slab.free(key)
 
     def _make_slots(self, migration: Migration) -> None:
-        """Allocate slots for tokens that will arrive. Nothing attends to them before a plan switches to them."""
+        """Allocate slots for tokens that move to this worker. Nothing attends to them before a plan's switch."""
         key = migration.sequence, 0
         self.slab.open(key)
         self.slab.append(key, migration.stop - migration.start)
 
     def _begin_fetch(self, fetch: Fetch) -> None:
-        """Make slots for blocks that come from the disk: the plan may have forked the tokens before them."""
+        """Allocate slots for blocks fetched from the disk. The plan may have forked the tokens before them."""
         if fetch.worker == self.worker:
             key = fetch.child, 0
             if key not in self.slab:
@@ -202,11 +209,11 @@ class Holdings:
             self.slab.append(key, len(fetch.blocks) * BLOCK)
 
     def slots_of(self, migration: Migration) -> Slots:
-        """Return the slots that a migration copies from or to here: a copy, int32 [stop - start]."""
+        """Return a copy of the slots that a migration reads or writes on this worker: int32 [stop - start]."""
         return self.slab.slots((migration.sequence, 0)).copy()
 
     def _share_range(self, migration: Migration) -> None:
-        """Let a carrier share the slots of tokens that will be read."""
+        """Let the migration's own segment (the carrier) share the slots of the tokens that it reads."""
         start, stop, parent = migration.start, migration.stop, migration.parent
         for first in (segment.tokens[0] for segment in self.segments.get(parent, [])):
             if first <= start and stop <= first + len(self.slab.slots((parent, first))):
@@ -218,8 +225,10 @@ class Holdings:
         )
 
     def _switch(self, switch: Switch) -> None:
-        """Let sequences hold a range at the target of its move, and no longer at the source. What they share there they
-        share here: the slots of the carrier."""
+        """Let sequences hold a range at the target of its move instead of the source.
+
+        Sequences that shared the range's slots at the source share the carrier's slots at the target.
+        """
         for new in switch.segments:
             sequence, (first, last) = new.sequence, new.tokens
             before = self.segments.pop(sequence, [])
@@ -242,21 +251,22 @@ class Holdings:
                 self.segments[sequence] = after
 
     def note_starts(self, lane: int, messages: Iterable[MessageRows]) -> None:
-        """Record where a step of a lane begins to attend: no window forgets what a step in flight may attend to.
+        """Record the first positions of a lane's step, so that no window drops tokens that a step in flight attends to.
 
-        Steps of a lane complete in order, and those in flight are its latest: earlier ones attend no more.
+        Steps of a lane complete in order, so that the steps in flight are its latest ones.
         """
         steps = [(rows, brought(rows, self.key)) for rows in messages]
         for sequence, start in step_starts(steps, self._end).items():
             self._starts.setdefault(sequence, Starts(start)).add(lane, start)
 
     def _end(self, key: SegmentKey) -> int:
-        """Return the position behind the last token of a segment."""
         return key[1] // self.shards.count + len(self.slab.slots(key))
 
     def needed(self, window: int) -> Iterator[Slots]:
-        """Yield the slots of tokens that may still be attended to. All may, in a sequence that has moved here and not
-        run here yet."""
+        """Yield the slots of tokens that layers with a window of ``window`` tokens may still attend to.
+
+        These are all tokens of a sequence that has moved here and not run here yet.
+        """
         for sequence, number in self.slab.segments:
             starts = self._starts.get(sequence)
             lowest = 0 if starts is None else starts.lowest - window + 1 - number // self.shards.count
@@ -264,8 +274,10 @@ class Holdings:
 
 
 def _parts(segment: Segment, held: Sequence[tuple[int, int, SegmentKey, int]]) -> list[tuple[SegmentKey, int, int]]:
-    """Return where the tokens of a segment are. ``held``: tokens [start, stop) by ascending start, what holds them, and
-    the first token of that."""
+    """Return the parts (key, first token, end) in the slab that hold a segment's tokens.
+
+    ``held``: Entries (start, stop, key, first token of the key), by ascending start.
+    """
     low, high = segment.tokens
     ends = [stop if high is None else min(stop, high) for _, stop, _, _ in held]
     return [

@@ -1,19 +1,17 @@
-"""Segments, or ranges of them, that move from one memory worker to another while their sequences continue to decode.
+"""Moves token ranges of segments between memory workers while their sequences continue to decode.
 
 Both ends learn of a migration from the same plan and cut it into the same pieces, layer by layer. The source gathers a
-piece into a staging slot of its arena and rings; the target fetches it, copies it into slots of its own and rings back,
-which frees the staging slot. Each does its part in the gaps between messages (``lamina.memory.pulls``).
+piece into a staging slot of its arena and rings; the target fetches the piece, copies it into its slab and rings back,
+which frees the staging slot. Both work in the gaps between messages (``lamina.memory.pulls``).
 
-A source serves its migrations one after another, in the order of their numbers: they share its staging slots. Different
-sources, and a target that several of them serve, work at the same time.
+A source runs its migrations one after another, in the order of their numbers, since they share its staging slots.
+Several sources may send to one target at the same time.
 
-Doorbells count the pieces of all migrations from one worker to another in an epoch, from ``first_use`` of it on: both
-ends learn of these migrations in the same order. The numbers that the engine gives migrations would not do, since
-another engine, which takes over the workers with their doorbells, starts them at 1 again.
+Doorbells count the pieces of all migrations between two workers in an epoch, beginning at ``first_use(epoch)``. The
+migrations' own numbers would not do: an engine that takes over running workers starts these at 1 again.
 
-A sequence may end at any time: both ends forget it when they are told to release it. Pieces of it that still arrive are
-discarded, since its slots may have other owners by then. Its staging slots need not be freed: a later migration
-may overwrite them, which can only damage pieces that are discarded.
+Both ends forget a sequence when they are told to release it. Pieces that arrive later are discarded, since the slots
+may have other owners. Its staging slots need not be freed: overwriting them damages only discarded pieces.
 """
 
 import collections
@@ -44,10 +42,10 @@ class _Move:
     """A migration from or to this worker.
 
     Attributes:
-        before: what doorbells reach before its first piece.
-        next: the piece to lay out or fetch next; at the source, after the last one, the target's word that it has all.
-        arrived: pieces, at the target.
-        wanted: False if pieces that arrive are discarded.
+        before: Doorbell count before the migration's first piece.
+        next: The next piece to stage or fetch; ``len(pieces)`` at a source that waits for the last acknowledgement.
+        arrived: Pieces that have arrived, at the target.
+        wanted: False if arriving pieces are discarded.
     """
 
     migration: Migration
@@ -73,9 +71,9 @@ class Migrations:
         on_done: Callable[[int], None],
         epoch: Epoch,
     ) -> None:
-        """``leases``: this worker's to each other memory worker, and theirs to it, in ``epoch``.
+        """``leases``: for each other memory worker, this worker's lease to it and its lease to this worker.
 
-        ``on_done`` is called with the number of every migration whose last piece has arrived here.
+        ``on_done`` is called with the number of every migration to this worker whose last piece has arrived.
         """
         self._store, self._puller, self._plan, self._on_done = store, puller, plan, on_done
         self._own, self._outbox = store.worker, outbox
@@ -90,7 +88,7 @@ class Migrations:
         self._reached = _counts(epoch)
 
     def change(self, leases: Mapping[str, tuple[Lease, Lease]]) -> None:
-        """Change the other memory workers. No migration from or to a worker that ``leases`` leaves out is active."""
+        """Replace the other memory workers. No migration from or to a removed worker may be active."""
         doorbells = {name: theirs.doorbell for name, (_, theirs) in leases.items()}
         self._staged = {name: self._outbox(name, Slot(0, 0, bell + ARRIVED)) for name, bell in doorbells.items()}
         self._taken = {name: self._outbox(name, Slot(0, 0, bell + FETCHED)) for name, bell in doorbells.items()}
@@ -98,11 +96,11 @@ class Migrations:
 
     @property
     def active(self) -> bool:
-        """True while a sequence is moving from or to this worker."""
+        """Whether a sequence is moving from or to this worker."""
         return bool(self._moving)
 
     def apply(self, plan: StepPlan) -> None:
-        """Begin and end migrations as a plan says, after the store has applied it."""
+        """Begin and end the migrations of a plan, after the store has applied it."""
         self.release(plan.released)
         for migration in plan.migrations:
             if self._own in (migration.source, migration.target):
@@ -133,7 +131,7 @@ class Migrations:
 
     @property
     def awaited(self) -> list[Target]:
-        """The doorbells that allow the next piece of the first outgoing and of every incoming migration."""
+        """Return the doorbells that allow the next piece of the first outgoing and of every incoming migration."""
         return [self._free_staging(own) for own in self._outgoing[:1]] + [
             (self._bells[coming.migration.source][0], coming.before + coming.next + 1)
             for coming in self._incoming
@@ -146,7 +144,7 @@ class Migrations:
         return doorbell, 0 if before < 0 else own.before + before + 1
 
     def serve(self, index: int) -> None:
-        """Lay out or fetch one piece, as number ``index`` of ``awaited`` allows. Raises PeerLostError."""
+        """Stage or fetch one piece, after doorbell ``index`` of ``awaited`` has rung. Raises PeerLostError."""
         leaving = self._outgoing[:1]
         if index < len(leaving):
             self._lay_out(leaving[0])
@@ -182,7 +180,7 @@ class Migrations:
             self._on_done(coming.migration.number)
 
     def drop(self, epoch: Epoch) -> None:
-        """Forget all migrations, before ``epoch`` begins: no sequence moves any more."""
+        """Abort all migrations, before ``epoch`` begins."""
         self._outgoing.clear()
         self._incoming.clear()
         self._moving.clear()
@@ -190,6 +188,6 @@ class Migrations:
 
 
 def _counts(epoch: Epoch) -> collections.defaultdict[tuple[str, str], int]:
-    """Return what the doorbells between two workers, by (source, target), are to have reached so far."""
+    """Return doorbell counts at the beginning of an epoch, by (source, target)."""
     first = first_use(epoch)
     return collections.defaultdict(lambda: first)

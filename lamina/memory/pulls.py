@@ -1,9 +1,9 @@
-"""K and V that are fetched from other workers, piece by piece, in the gaps between messages.
+"""Fetches K and V of prompt chunks from compute workers, piece by piece, in the gaps between messages.
 
-A prompt chunk's K and V would hold up the messages of decoding sequences behind them. So they stay in the arena of the
-compute worker that computed them, and the memory worker reads them when it has nothing else to do: a message that
-arrives meanwhile waits for one small piece, and a piece for a few messages at most. Segments that move from another
-memory worker arrive the same way (``lamina.memory.moving``).
+If a prompt chunk's K and V were sent in messages, they would delay decode messages behind them. Instead they stay in
+the compute worker's arena, and the memory worker reads them when it is idle: a message waits for one small piece at
+most, a piece for ``MOST_IN_A_ROW`` messages. Segments move between memory workers in the same way
+(``lamina.memory.moving``).
 """
 
 import contextlib
@@ -28,15 +28,15 @@ Wait = Callable[[Sequence[Target], float], int]
 
 
 class GapWork(Protocol):
-    """Other work for the gaps between messages, announced by doorbells."""
+    """Work for the gaps between messages, announced by doorbells."""
 
     @property
     def awaited(self) -> list[Target]:
-        """Any of these allows some work, for ``Endpoint.wait``."""
+        """Return the doorbells, any of which allows some work."""
         ...
 
     def serve(self, index: int) -> None:
-        """Do the small task that number ``index`` of ``awaited`` allows."""
+        """Do the small task that doorbell ``index`` of ``awaited`` allows."""
         ...
 
 
@@ -49,8 +49,10 @@ class Puller(Fetcher):
         self._in_a_row = 0  # requests since the last gap
 
     def request_pull(self, peer: str, start: int, layer: int, step: StepTables, on_done: Callable[[], None]) -> None:
-        """Pull the K and V of attention ``layer`` of a step, which lie from ``start`` on in the arena of the compute
-        worker that has announced them; ``on_done`` is called once all are kept."""
+        """Queue the fetch of a step's K and V of attention ``layer`` from offset ``start`` of a compute worker's arena.
+
+        ``on_done`` is called once all are stored.
+        """
         nbytes = self._store.attentions[layer].kv_bytes_per_token(self._store.dtype)
         pieces = list(pulled_pieces(step.rows.pulled, self.landing_nbytes // nbytes))
         left, first = len(pieces), 0
@@ -72,13 +74,19 @@ class Puller(Fetcher):
     def wait(
         self, wait: Wait, requests: Sequence[Target], timeout_s: float, others: GapWork, busy: bool = False
     ) -> tuple[int | None, int | None]:
-        """Wait for one of the requests; in a gap, pull one piece or serve ``others`` once.
+        """Wait for one of the requests; in a gap, fetch one piece or serve ``others`` once.
 
-        A gap is when no request has arrived, or when several were served in a row while other work waited: pieces,
-        ``others``, or the caller's own if it is ``busy``, which the caller does after a call that returns no request.
+        A gap is when no request has arrived, or when ``MOST_IN_A_ROW`` were served in a row while other work waited.
 
-        Returns (index of a request that has arrived, lane of a piece that was kept); one of them is None, or both are,
-        such as after ``timeout_s`` without a request and nothing to pull. Raises PeerLostError.
+        Args:
+            wait: Waits for doorbells.
+            requests: Doorbells of requests.
+            timeout_s: Longest wait for a request if there is nothing to fetch.
+            others: Other work for gaps.
+            busy: Whether the caller has work of its own, which it does after a call that returns no request.
+
+        Returns (index of a request that has arrived, lane whose piece was stored), of which at least one is None.
+        Raises PeerLostError.
         """
         if self._in_a_row == MOST_IN_A_ROW:
             requests = ()
@@ -86,17 +94,17 @@ class Puller(Fetcher):
         targets = [*requests, *coming, *gaps]
         ready = None
         with contextlib.suppress(DeadlineError):
-            ready = wait(targets, 0.0 if self.may_ask or not requests else timeout_s) if targets else None
+            ready = wait(targets, 0.0 if self.can_start or not requests else timeout_s) if targets else None
         if ready is not None and ready < len(requests):
             self._in_a_row += bool(busy or self._waiting or self._urgent or coming or gaps)
             return ready, None
         self._in_a_row = 0
         if ready is None:
-            if self.may_ask:
-                self.ask()
+            if self.can_start:
+                self.start_next()
             return None, None
         ready -= len(requests)
         if ready < len(coming):
-            return None, self.keep(ready)
+            return None, self.finish(ready)
         others.serve(ready - len(coming))
         return None, None

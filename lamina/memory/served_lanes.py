@@ -1,4 +1,4 @@
-"""What a memory worker knows of the lanes that it serves, and of the slots in which their requests arrive."""
+"""State of the lanes that a memory worker serves, and of the slots in which their requests arrive."""
 
 import collections
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ class Reply:
     """The reply to a request.
 
     Attributes:
-        pulled: attention of the lane up to which all K and V must have been pulled before the reply is sent.
-        slot: the receiver's slot that the parts have been written to; None: none.
+        pulled: attention of the lane up to which all K and V must be stored before the reply is sent.
+        slot: the receiver's slot that holds the parts already; None if they must be sent.
     """
 
     peer: str
@@ -43,10 +43,10 @@ class Door:
     body: Any = field(default_factory=lambda: memoryview(b""))
 
     def set_aside(self) -> "Door":
-        """Free the slot, whose request has arrived as a whole, and return a door that holds the request outside."""
+        """Free the slot, whose request has arrived as a whole; return a door with a copy of the request."""
         assert self.request is not None
         request, body = self.request, self.body
-        if request.body is None:  # it was fetched
+        if request.body is None:  # the body was fetched
             request.free()
         else:
             request.set_aside()
@@ -61,21 +61,24 @@ class Door:
 
 @dataclass
 class Lane:
-    """The steps announced for one lane, and how far the first of them is.
+    """The announced steps of one lane, and the progress of the first of them.
 
-    Where several ranks share a replica, what each of them sends is served as a lane of its own, with its own share of
-    the lane's steps: lane * ranks + rank.
+    With several ranks, each rank's requests are served as a lane of their own, with number lane * ranks + rank.
 
     Attributes:
-        layer: the attention of the first step to be served next.
-        piece: the piece of that attention's request to be served next.
+        number: number of the lane.
+        steps: announced steps, oldest first.
+        layer: index of the first step's next attention.
+        piece: index of the next piece of that attention's request.
         begin: byte at which that piece begins, if the request is fetched.
         out: float32 [R, Hq, Dv] of the request's rows so far.
         lse: float32 [R, Hq] of the request's rows so far.
-        slot: the receiver's slot that ``out`` and ``lse`` are in; None: none.
-        work: the rest of a piece that was begun, of the request behind ``door``.
-        parked: the request behind ``door`` waits for K and V of earlier chunks.
-        reply: the finished reply that has not been sent.
+        slot: the receiver's slot that holds ``out`` and ``lse``; None if they are in local memory.
+        work: the remaining cuts of the request at ``door``.
+        door: slot of the request being served.
+        parked: whether the request at ``door`` waits for K and V of earlier chunks.
+        parked_at: since when, by the timeline.
+        reply: a finished reply that has not been sent.
     """
 
     number: int
@@ -89,6 +92,7 @@ class Lane:
     work: Iterator[None] | None = None
     door: Door | None = None
     parked: bool = False
+    parked_at: int = 0
     reply: Reply | None = None
 
     def drop(self) -> None:
@@ -100,12 +104,12 @@ class Lane:
         self.leave_slot()
 
     def leave_slot(self) -> None:
-        """Write the next results elsewhere than in a receiver's slot."""
+        """Write later results to local memory, not to a receiver's slot."""
         if self.slot is not None:
             self.out, self.lse = np.empty((0, 0, 0), np.float32), np.empty((0, 0), np.float32)
             self.slot = None
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing of the first step has been served, and the last reply has been sent."""
+        """Whether no request of the first step has been served, and the last reply has been sent."""
         return self.layer == self.piece == 0 and self.work is None and self.door is None and self.reply is None

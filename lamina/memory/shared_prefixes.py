@@ -1,6 +1,6 @@
-"""Finds tokens that several sequences of a step share, so that a device may read them once for all (cascade).
+"""Finds tokens that several sequences of a step share, so that a device reads their KV once (cascade attention).
 
-Sequences share the slots of a prefix: those with a cached prefix in common, and samples of one prompt.
+Sequences that share a cached prefix, and samples of one prompt, share the slots of their first tokens.
 """
 
 import collections
@@ -35,18 +35,18 @@ class Shared:
 
 
 class SharedPrefixes:
-    """Finds what pairs share, once for all steps in which the same sequences run. One thread owns it.
+    """Finds the tokens that pairs share, once for all steps with the same sequences. One thread owns it.
 
-    Segments only grow until ``forget`` says otherwise, so that what they share stays the same.
+    Segments only grow until ``forget`` is called, so that their shared tokens stay the same.
     """
 
     def __init__(self, least: int) -> None:
-        """``least``: tokens that a step must save; below that, reading them again takes less time."""
+        """``least``: fewest tokens that a step must save for the cascade to pay."""
         self._least = least
         self._known = collections.OrderedDict[_Seen, list[Shared]]()
 
     def forget(self, segments: Collection[Hashable]) -> None:
-        """Drop what is kept of segments that have ended or lost tokens."""
+        """Drop cached results for segments that have ended or lost tokens."""
         gone = frozenset(segments)
         if not gone:
             return
@@ -54,7 +54,7 @@ class SharedPrefixes:
             del self._known[key]
 
     def find(self, pairs: Pairs, slots: SlotsOf) -> list[Shared]:
-        """Disjoint sets of pairs, with what they share; empty if that saves too little."""
+        """Return disjoint sets of pairs with the number of tokens that each shares; empty if they save too little."""
         if len(pairs.keys) < 2:
             return []
         key: _Seen = tuple(pairs.keys), tuple(pairs.first), tuple(pairs.rows)
@@ -79,7 +79,7 @@ class SharedPrefixes:
 
 
 def _common(pairs: Sequence[int], held: Mapping[int, Slots], known: int) -> int:
-    """Tokens that all ``pairs`` share, of which the first ``known`` are."""
+    """Return the number of tokens that all ``pairs`` share, of which ``known`` are known."""
     shortest = min(len(held[i]) for i in pairs)
     if known == shortest or len({int(held[i][known]) for i in pairs}) > 1:
         return known
@@ -91,7 +91,7 @@ def _common(pairs: Sequence[int], held: Mapping[int, Slots], known: int) -> int:
 
 
 def _best(pairs: Sequence[int], held: Mapping[int, Slots], known: int = 0, depth: int = 0) -> list[Shared]:
-    """How to group ``pairs``, which share their first ``known`` tokens, so that the most tokens are saved."""
+    """Return the grouping of ``pairs``, which share their first ``known`` tokens, that saves the most tokens."""
     if len(pairs) < 2 or depth > DEEPEST:
         return []
     common = _common(pairs, held, known)
@@ -119,7 +119,7 @@ def rest_of(pairs: Pairs, shared: Sequence[Shared]) -> Pairs:
 
 
 def shared_of(pairs: Pairs, shared: Sequence[Shared]) -> tuple[Pairs, Slots]:
-    """Return the shared tokens, each a pair with all rows that see them; and which rows these are of ``pairs``, int32
+    """Return one pair for each set of shared tokens, with all its query rows; and the rows' indices in ``pairs``, int32
     [R]."""
     begins = np.cumsum([0, *pairs.rows])
     which = [one.pairs[0] for one in shared]

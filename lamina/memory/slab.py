@@ -1,12 +1,11 @@
 """Bookkeeping of the token slots of one memory worker.
 
-Slots belong to segments, whose tokens have consecutive positions; here a segment is whatever its owner calls it. A slot
-number indexes the K and V arrays of every layer. Allocation is granular to one token, so sharing needs no
-copy-on-write: segments share the slots of a common prefix, and new tokens always get slots of their own.
+Slots belong to segments, whose tokens have consecutive positions; any hashable key may name a segment. A slot number
+indexes the K and V arrays of every layer. Allocation is granular to one token, so sharing needs no copy-on-write:
+segments share the slots of a common prefix, and new tokens always get slots of their own.
 
-Attention reads memory faster in order. So while many slots are free, each segment has a run of them set aside for its
-next tokens, which would otherwise be interleaved with those of other segments. Slots set aside count as free, and are
-given up when others need them.
+Attention reads contiguous memory faster. So while many slots are free, each growing segment reserves a run of them for
+its next tokens. Reserved slots count as free, and are released when other segments need them.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -24,7 +23,7 @@ _RUN = 64  # slots: 32 KiB of keys for 4 heads of 64 in bfloat16; runs of 16 rea
 
 
 class _PageTable:
-    """The slots of one segment in token order: ``slots[:length]`` is in use, ``slots[length:held]`` set aside."""
+    """The slots of one segment in token order: ``slots[:length]`` are in use, ``slots[length:held]`` reserved."""
 
     __slots__ = ("held", "length", "slots")
 
@@ -33,7 +32,7 @@ class _PageTable:
         self.length = self.held = len(slots)
 
     def hold(self, slots: Slots) -> None:
-        """Set more slots aside; views given out earlier keep the old memory."""
+        """Reserve more slots. Earlier views keep the old memory."""
         held = self.held + len(slots)
         if held > len(self.slots):
             grown = np.empty(max(held, 2 * len(self.slots)), np.int32)
@@ -44,7 +43,7 @@ class _PageTable:
 
 
 class Slab(Generic[Key]):
-    """Which slots each segment owns, with a last-in-first-out free list and reference counts.
+    """Allocates slots to segments, with a last-in-first-out free list and reference counts.
 
     Not thread-safe: one thread owns it. An operation that raises has changed nothing.
     """
@@ -60,26 +59,26 @@ class Slab(Generic[Key]):
         self._references = np.zeros(capacity, np.int32)
         self._tables: dict[Key, _PageTable] = {}
         self._shortened: dict[Key, None] = {}
-        self._growing: dict[Key, _PageTable] = {}  # that were appended to: forks that nobody runs take no runs
+        self._growing: dict[Key, _PageTable] = {}  # segments that were appended to: only they reserve runs
 
     @property
     def capacity(self) -> int:
-        """All slots."""
+        """Number of slots."""
         return len(self._free)
 
     @property
     def free_slots(self) -> int:
-        """Slots that no segment owns."""
+        """Number of slots that no segment owns."""
         return self._free_count + self._set_aside
 
     @property
     def used(self) -> int:
-        """Slots that some segment owns; a shared slot counts once."""
+        """Number of slots that segments own; a shared slot counts once."""
         return self.capacity - self.free_slots
 
     @property
     def segments(self) -> list[Key]:
-        """The segments that are open."""
+        """Keys of all open segments."""
         return list(self._tables)
 
     def __contains__(self, segment: Key) -> bool:
@@ -91,7 +90,7 @@ class Slab(Generic[Key]):
         self._tables[segment] = _PageTable(np.empty(0, np.int32))
 
     def append(self, segment: Key, count: int) -> Slots:
-        """Give ``segment`` slots for ``count`` more tokens: int32 [count], in token order.
+        """Allocate slots for ``count`` more tokens of ``segment``; return them, int32 [count], in token order.
 
         Raises CapacityError if they do not fit, ValueError for an unknown segment or a negative count.
         """
@@ -127,7 +126,7 @@ class Slab(Generic[Key]):
         return slots
 
     def fork(self, parent: Key, child: Key, tokens: int) -> None:
-        """Let ``child`` share the first ``tokens`` slots of ``parent``. One that is open keeps those that it has.
+        """Let ``child`` share the first ``tokens`` slots of ``parent``. A child that is open keeps the slots it has.
 
         Raises ValueError if the parent is unknown or shorter than that, or the child has as many tokens already.
         """
@@ -147,10 +146,11 @@ class Slab(Generic[Key]):
         self._references[shared] += 1
 
     def rearrange(self, old: Sequence[Key], new: Mapping[Key, Sequence[tuple[Key, int, int]]]) -> None:
-        """Forget the segments ``old``, and open ``new`` ones: each holds the slots of these parts of open segments, one
-        after another, as (segment, first token, one after the last), and shares them with any that stay.
+        """Close the segments ``old``, and open ``new`` segments made of parts of open segments.
 
-        Raises ValueError if a part is not within an open segment, or a new segment is open and stays.
+        A part (segment, first token, end) shares its slots with segments that stay open.
+
+        Raises ValueError if a part is not within an open segment, or a new segment is open and not in ``old``.
         """
         tables: dict[Key, Slots] = {}
         for segment, parts in new.items():
@@ -168,7 +168,7 @@ class Slab(Generic[Key]):
             self._tables[segment] = _PageTable(slots_of)
 
     def truncate(self, segment: Key, tokens: int) -> None:
-        """Keep the first ``tokens`` tokens of ``segment`` and release the others.
+        """Release all tokens of ``segment`` after its first ``tokens`` ones.
 
         Raises ValueError if the segment is unknown or shorter than that.
         """
@@ -180,7 +180,7 @@ class Slab(Generic[Key]):
         self._shortened[segment] = None
 
     def free(self, segment: Key) -> None:
-        """Forget ``segment``; slots it shares stay with the others. Raises ValueError if it is unknown."""
+        """Close ``segment``. Slots that it shares stay in use. Raises ValueError if it is unknown."""
         self.truncate(segment, 0)
         del self._tables[segment]
         self._growing.pop(segment, None)
@@ -201,7 +201,7 @@ class Slab(Generic[Key]):
         return shortened
 
     def _supply(self, table: _PageTable, length: int) -> None:
-        """Let a segment hold ``length`` slots, rounded up to a run if enough slots are free for one per segment."""
+        """Reserve slots up to ``length``, rounded up to a run while each growing segment could have a run."""
         if length - table.held > self._free_count:
             for other in self._growing.values():
                 self._give_up(other)
@@ -214,7 +214,6 @@ class Slab(Generic[Key]):
         table.hold(self._free[self._free_count : self._free_count + count][::-1])
 
     def _give_up(self, table: _PageTable) -> None:
-        """Free the slots that a segment has reserved and not used."""
         self._set_aside -= table.held - table.length
         self._push(table.slots[table.length : table.held])
         table.held = table.length

@@ -1,4 +1,7 @@
-"""The KV of one memory worker: what it holds, and the attention over it (the rManager). Runs without torch."""
+"""Applies plans to the KV slab of one memory worker and runs attention over it. Needs no torch.
+
+In Infinite-LLM's terms: the rManager.
+"""
 
 import dataclasses
 import functools
@@ -34,8 +37,10 @@ from lamina.memory.watermarks import ALONE, ChunkOrder, Watermarks
 
 @dataclass(frozen=True)
 class Attended:
-    """What query rows [start, stop) of a piece attend to. Those of parts of the heads with slopes of their own are
-    apart."""
+    """The tokens that query rows [start, stop) of a piece attend to.
+
+    If parts of the heads have different slopes, ``part`` says which part's heads the rows have.
+    """
 
     start: int
     stop: int
@@ -45,9 +50,12 @@ class Attended:
 
 @dataclass(frozen=True)
 class Further:
-    """What some query rows of a piece attend to besides: tokens of one more segment of their sequences.
+    """One more segment that some query rows of a piece attend to.
 
-    ``rows`` int64 [R] index the piece's, ``sent`` are the same on the device; ``tables`` cover them in order.
+    Attributes:
+        rows: int64 [R], indices of the rows in the piece.
+        sent: ``rows`` on the device.
+        tables: cover ``rows`` in order.
     """
 
     rows: npt.NDArray[np.int64]
@@ -57,17 +65,20 @@ class Further:
 
 @dataclass(frozen=True)
 class StepTables:
-    """What one step needs from this worker, planned once and used for every layer.
+    """The part of one step on this worker, planned once and used for every layer.
 
     Attributes:
-        tables: for every piece of a request, what its query rows attend to; empty without query rows.
-        further: and besides.
-        slots: for the new tokens that arrive with requests.
-        sent_slots: the same on the device.
-        pulled_slots: for those of ``rows.pulled``.
-        door: lane * ranks + rank, whose messages these are.
-        appends: attention keeps the new tokens of requests.
-        order: which chunks of other lanes the step waits for, and which wait for it.
+        plan: the step.
+        rows: rows of the step's messages.
+        pieces: pieces in which a request is sent.
+        tables: by piece, the first segments that its query rows attend to; empty without query rows.
+        further: by piece, further segments that its query rows attend to.
+        slots: slots of the new tokens that arrive with requests.
+        sent_slots: ``slots`` on the device.
+        pulled_slots: slots of the tokens ``rows.pulled``.
+        door: lane * ranks + rank of the messages.
+        appends: whether attention stores the new tokens of requests, so that they need no separate ``keep``.
+        order: the chunks of other lanes that the step waits for, and the chunks that wait for it.
     """
 
     plan: StepPlan
@@ -84,7 +95,7 @@ class StepTables:
 
     @functools.cached_property
     def is_served_at_once(self) -> bool:
-        """True if a request is answered without a pause once it has arrived: its rows decode, over a segment each."""
+        """Whether a request is served without a pause: all its rows decode, each over one segment."""
         pauses = len(self.pieces) > 1 or any(self.further) or any(len(attended) > 1 for attended in self.tables)
         waits = self.rows.pulled or self.order.after
         return not pauses and not waits and all(len(one.tokens) == 1 for one in self.plan.sequences)
@@ -94,18 +105,18 @@ class KvStore:
     """Applies plans to the slab and runs their attention. One thread owns it.
 
     Attributes:
-        shards: how heads are cut.
-        attentions: as in messages, with the query heads of one shard, or of one of the ranks that share it.
-        held: what is here.
-        slab: its slots; each holds one shard of a token.
-        watermarks: the prompt chunks whose K and V are on their way here.
+        shards: how heads are sharded.
+        attentions: specs with the query heads of one shard, or of one rank if several ranks share the shard.
+        held: the worker's segments.
+        slab: the slots of ``held``; each holds one shard of a token.
+        watermarks: prompt chunks whose K and V are not all stored.
     """
 
     def __init__(self, worker: str, setup: MemorySetup, device: str = "cpu") -> None:
         """Allocate the slab of ``setup`` on ``device`` (``memory.device.make``).
 
-        If layers with a window forget, a fork of a cached prefix must have all of its tokens. Raises ConfigError if the
-        device cannot be used.
+        If windowed layers drop tokens, a fork of a cached prefix must share all of the prefix. Raises ConfigError if
+        the device cannot be used.
         """
         self.worker = worker
         self.threads, self.dtype = setup.threads, setup.dtype
@@ -129,7 +140,7 @@ class KvStore:
 
     @property
     def sequences(self) -> int:
-        """Sequences with a segment here."""
+        """Number of sequences with a segment on this worker."""
         return len(self.held.segments)
 
     @property
@@ -145,11 +156,10 @@ class KvStore:
         self.held.release(sequences)
 
     def apply(self, plan: StepPlan) -> list[StepTables]:
-        """Apply a plan's deltas to the slab, allocate slots for its new tokens, and return the tables of its step: what
-        each rank of a replica sends.
+        """Apply a plan's deltas to the slab and allocate slots for its new tokens.
 
-        Raises CapacityError, having changed nothing of the step's own sequences, if its tokens do not fit, and
-        PlacementError, having changed nothing at all, for segments that cannot be served.
+        Returns the tables of its step, by rank of the replica. Raises CapacityError if the tokens do not fit, with the
+        step's own sequences unchanged, and PlacementError for segments that cannot be served, with nothing changed.
         """
         check_placements(plan, self.shards)
         self.held.apply(plan, self.device.renew)
@@ -197,8 +207,7 @@ class KvStore:
         return Further(rows, self.device.sent(rows), self._tables([attend for _, attend in pairs]))
 
     def _tables(self, attends: Sequence[SegmentRows], new: Sequence[int] = ()) -> tuple[Attended, ...]:
-        """Return what the rows of ``attends`` see: one table for all rows, or one for those of each part of the heads
-        if that has slopes of its own."""
+        """Return one table for all rows of ``attends``, or one for each part of the heads with slopes of its own."""
         parts = [attend.part if self._by_part else 0 for attend in attends]  # ascending
         tables, row, first = [], 0, 0
         for part, run in itertools.groupby(parts):
@@ -229,12 +238,17 @@ class KvStore:
     def serve(
         self, layer: int, step: StepTables, number: int, request: memoryview | Array, out: Floats, lse: Floats
     ) -> Iterator[None]:
-        """Work on piece ``number`` of a request's bytes, or of a whole one in an inbox: keep its k and v, attend with
-        its query rows.
+        """Serve one piece of a request: store its k and v and attend with its query rows.
 
-        Writes the piece's rows of out float32 [Rq, Hq, Dv] and lse float32 [Rq, Hq], which are complete after the last
-        piece. Yields every few milliseconds, where the work may pause (``lamina.memory.cuts``); the request must not
-        change before the end.
+        Yields every few milliseconds, where the work may pause (``lamina.memory.cuts``).
+
+        Args:
+            layer: Index of the attention.
+            step: Tables of the step.
+            number: Index of the piece.
+            request: Bytes of the piece's request, or the whole request in an inbox. Must not change before the end.
+            out: Result float32 [Rq, Hq, Dv], complete after the request's last piece.
+            lse: Result float32 [Rq, Hq], like ``out``.
         """
         spec, rows, piece = self.attentions[layer], step.rows, step.pieces[number]
         content: Array = np.frombuffer(request, np.uint8) if isinstance(request, memoryview) else request
@@ -256,10 +270,10 @@ class KvStore:
     def attend(
         self, layer: int, step: StepTables, number: int, q: Array, out: Floats, lse: Floats, new: New | None = None
     ) -> Iterator[None]:
-        """Attend with q [R, Hq, D], the query rows of piece ``number``, to what is kept of their segments here.
+        """Attend with q [R, Hq, D], the query rows of piece ``number``, to their segments on this worker.
 
-        q has been sent to the device, as has ``new``: k and v of the request, if ``step.appends``. Writes out float32
-        [R, Hq, Dv] and lse float32 [R, Hq]. Yields as ``serve`` does.
+        Writes out float32 [R, Hq, Dv] and lse float32 [R, Hq]. Yields every few milliseconds. ``q`` and ``new`` are on
+        the device; ``new`` has k and v of the request if ``step.appends``.
         """
         yield from self._attend(layer, step.tables[number], q, out, lse, new)
         for further in step.further[number]:
@@ -269,8 +283,7 @@ class KvStore:
     def attend_there(
         self, layer: int, step: StepTables, q: Array, out: Array, lse: Array, new: New | None = None
     ) -> None:
-        """Attend for a step in one piece without further segments; out and lse are the device's
-        (``Device.made``)."""
+        """Attend for a step in one piece without further segments; ``out`` and ``lse`` are from ``Device.made``."""
         for one in step.tables[0]:
             rows, spec = slice(one.start, one.stop), self._specs[layer][one.part]
             self.device.attend_there(layer, one.table, q[rows], out[rows], lse[rows], spec, new)
@@ -284,7 +297,7 @@ class KvStore:
         lse: Floats,
         new: New | None = None,
     ) -> Iterator[None]:
-        """Attention of rows that ``tables`` cover in order; a single one if there are ``new`` tokens."""
+        """Attend with rows that ``tables`` cover in order. With ``new`` tokens there is only one table."""
         for number, one in enumerate(tables):
             if number:
                 yield
@@ -292,7 +305,6 @@ class KvStore:
             yield from one.table.attend(layer, q[rows], out[rows], lse[rows], spec, new)
 
     def _attend_further(self, layer: int, further: Further, q: Array, out: Floats, lse: Floats) -> Iterator[None]:
-        """Merge the attention of some rows over one more segment into ``out`` and ``lse``."""
         rows = further.rows
         more, sums = self.device.results(len(rows), self.attentions[layer])
         yield from self._attend(layer, further.tables, q[further.sent], more, sums)
@@ -305,10 +317,9 @@ def _as_it_is(array: Array) -> Array:
 
 
 def appended_rows(rows: MessageRows, pieces: tuple[Piece, ...], key: Callable[[SegmentRows], SegmentKey]) -> list[int]:
-    """Return, for each of ``rows.attends``, the row of the message's k and v that belongs to its only query; -1 if none
-    does.
+    """Return, for each of ``rows.attends``, the row of the message's k and v that belongs to its only query, or -1.
 
-    Empty unless the message is sent whole and every row of its k and v belongs to such a query: as in decode steps.
+    Empty unless the message has one piece and every row of its k and v belongs to such a query, as in decode steps.
     """
     if len(pieces) > 1 or not rows.kept or any(tokens != 1 for _, tokens in rows.kept):
         return []

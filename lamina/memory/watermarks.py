@@ -1,8 +1,8 @@
-"""Which K and V of prompt chunks are stored, for chunks of one sequence that run in several lanes. Pure.
+"""Tracks which K and V of prompt chunks are stored, for sequences whose chunks run in several lanes. Pure.
 
-The watermark of a sequence at a layer is the end of its contiguous stored prefix here: a chunk may attend once the
-watermark has reached its first token. Chunks are planned in the order of their tokens, so the watermark follows from
-the planned chunks whose K and V are not all stored: it is the first token of the earliest of them that lacks the layer.
+The watermark of a sequence at a layer is the end of its contiguous stored prefix on this worker. A chunk may attend
+once the watermark has reached the chunk's first token. Chunks are planned in the order of their tokens, so the
+watermark is the first token of the earliest planned chunk whose K and V of the layer are not all stored.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ class Storing:
     """The tokens of prompt chunks that one message brings for every layer.
 
     Attributes:
-        door: lane * ranks + rank, whose message it is.
-        turn: of its first attention.
-        shards: whose tokens they are.
-        inline: some are in the request: chunks of a single token.
-        lacking: by layer, how many parts are not stored, of the tokens in the request and those that are fetched.
+        door: lane * ranks + rank of the message.
+        turn: turn of its first attention.
+        shards: sequences and shards of the tokens.
+        inline: whether the request itself has some of the tokens, those of chunks of a single token.
+        lacking: by layer, how many parts are not stored; parts are the tokens in the request and the fetched tokens.
     """
 
     door: int
@@ -36,19 +36,19 @@ class Storing:
 
 @dataclass(frozen=True)
 class ChunkOrder:
-    """What the prompt chunks of a step wait for, and what waits for them.
+    """The chunks that the prompt chunks of a step wait for, and the tokens that they store themselves.
 
     Attributes:
-        stores: the tokens that they bring here; None without any.
+        stores: the tokens that the chunks bring; None if they bring none.
         after: earlier chunks of their sequences in other lanes whose K and V were not all stored when the step was
-            planned. The step's attention at a layer begins once all of them have stored it.
+            planned. The step's attention at a layer begins once the K and V of all of them are stored at that layer.
     """
 
     stores: Storing | None = None
     after: tuple[Storing, ...] = ()
 
     def missing(self, layer: int) -> list[Storing]:
-        """Return the chunks that have not stored a layer: until none is left, the watermark is too low."""
+        """Return the earlier chunks whose K and V of ``layer`` are not stored; empty once attention may begin."""
         return [earlier for earlier in self.after if earlier.lacking[layer]]
 
 
@@ -58,7 +58,7 @@ ALONE = ChunkOrder()
 
 @dataclass
 class Watermarks:
-    """The chunks on their way to one worker. One thread owns it."""
+    """The chunks of one memory worker whose K and V are not all stored. One thread owns it."""
 
     layers: int
     shards: int
@@ -98,17 +98,17 @@ class Watermarks:
         return storing
 
     def on_fetched(self, order: ChunkOrder, layer: int) -> None:
-        """Record that a layer's K and V of a message are stored, of those that are fetched."""
+        """Record that the fetched K and V of a message are stored at ``layer``."""
         if order.stores is not None:
             self._store(order.stores, layer, 1)
 
     def on_attended(self, order: ChunkOrder, layer: int) -> None:
-        """Record that a layer's attention for a message has ended: K and V in its request are stored by then."""
+        """Record that a message's attention at ``layer`` has ended, so that K and V in its request are stored."""
         if order.stores is not None and order.stores.inline:
             self._store(order.stores, layer, 1)
 
     def on_stored(self, order: ChunkOrder, layer: int) -> None:
-        """Record that all of a layer's K and V of a message are stored."""
+        """Record that all K and V of a message are stored at ``layer``."""
         if order.stores is not None:
             self._store(order.stores, layer, order.stores.lacking[layer])
 
@@ -124,5 +124,5 @@ class Watermarks:
                 del self._storing[shard]
 
     def clear(self) -> None:
-        """Forget all chunks: no step is in flight."""
+        """Forget all chunks, once no step is in flight."""
         self._storing.clear()

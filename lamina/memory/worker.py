@@ -1,10 +1,10 @@
-"""The memory worker: holds KV in a slab, runs attention over it, answers compute workers. Runs without torch.
+"""The memory worker: stores KV in a slab, computes attention over it and replies to compute workers. Needs no torch.
 
-One thread does everything. Doorbells drive it; between messages it pulls the K and V of prompt chunks and of segments
-that move. The attention of a long chunk is served in cuts of a few milliseconds, with messages of other lanes between
-them (``lamina.memory.cuts``). The device may serve decode steps itself (``lamina.memory.ahead``). Control messages are
-read when the worker is idle, between cuts, or when a message arrives before its plan. Slab changes happen in the order
-in which the engine sent the plans.
+One thread waits for doorbells. Between requests it fetches K and V of prompt chunks (``lamina.memory.pulls``) and of
+segments that move (``lamina.memory.moving``). The attention of a long chunk is served in cuts of a few milliseconds,
+with requests of other lanes between them (``lamina.memory.cuts``). A GPU may serve decode steps itself
+(``lamina.memory.device_steps``). Control messages are read when the worker is idle, between cuts, and when a request
+arrives before its plan. Plans are applied in the order in which the engine sent them.
 """
 
 import contextlib
@@ -24,19 +24,20 @@ from lamina.control.messages import (
     Working,
 )
 from lamina.control.sockets import ControlClient
+from lamina.control.timeline import PARKED
 from lamina.core.errors import DeadlineError, WorkerError
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Topology
 from lamina.dataplane.channel import Arrival
 from lamina.dataplane.leases import SLOTS, Lease
 from lamina.dataplane.wire import piece_nbytes
-from lamina.memory.ahead import Ahead
 from lamina.memory.device import gpu_memory
+from lamina.memory.device_steps import DeviceSteps
 from lamina.memory.disk_tier import Tier
 from lamina.memory.moving import Migrations
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
 from lamina.memory.served_lanes import Door, Lane, Reply
-from lamina.memory.setup import UsageReports, make_store
+from lamina.memory.slab_setup import UsageReports, make_store
 from lamina.memory.store import KvStore, StepTables
 from lamina.transport.base import Target
 from lamina.worker.links import (
@@ -62,10 +63,10 @@ class MemoryWorker(WorkerLoop):
     def __init__(
         self, control: ControlClient, store: KvStore, tier: Tier | None, links: Links, connect: Connect, trace: bool
     ) -> None:
-        """``tier`` copies between ``store`` and a disk, if there is one."""
+        """``tier``: copies between ``store`` and a disk; None without a disk."""
         super().__init__(control, links, store.device, connect.epoch, trace)
         self._store, self._tier = store, tier
-        self._copies = False  # the last time, the tier had something to do
+        self._copies = False  # whether the tier's last ``work`` did something
         self._since_copied = 0
         self._pipeline, self._computes = connect.pipeline, tuple(connect.computes)
         self._hub = links.hub
@@ -82,19 +83,20 @@ class MemoryWorker(WorkerLoop):
         self._lanes = [Lane(number) for number in range(connect.pipeline.lanes * connect.pipeline.ranks)]
         self._slots.register_channels(self._channels.values())
         self._doors = self._closed_doors()
-        self._ahead = Ahead(store, links, self._timeline)
-        self._ahead.use(self._channels, self._pipeline, self._computes)
+        self._device_steps = DeviceSteps(store, links, self._timeline)
+        self._device_steps.change_channels(self._channels, self._pipeline, self._computes)
         self._busy_s = 0.0
+        self._parked = self._parked_nbytes = 0  # messages that have waited for a watermark so far
         self._early: dict[Door, float] = {}  # requests whose plans have not arrived, each with its deadline
         self._reported = 0.0
         self._usage = UsageReports(control, store)
 
     def close(self) -> None:
-        """End what the device does for this worker."""
-        self._ahead.close()
+        """Stop the device's own serving of steps."""
+        self._device_steps.close()
 
     def _serve_once(self) -> None:
-        self._usage.tell(self._busy_s + self._ahead.busy_s)
+        self._usage.send_if_due(self._busy_s + self._device_steps.busy_s, self._parked, self._parked_nbytes)
         if not self._fence.open:
             if (message := self._fence.stand_by(self._wait)) is not None:
                 self._handle(message)
@@ -104,8 +106,8 @@ class MemoryWorker(WorkerLoop):
             if (message := self._control.poll(timeout_s)) is not None:
                 self._handle(message)
             return
-        self._ahead.beat()
-        if self._ahead.advance(self._lanes):
+        self._device_steps.beat()
+        if self._device_steps.advance(self._lanes):
             self._read_control()
             return
         if self._open_early():
@@ -121,25 +123,25 @@ class MemoryWorker(WorkerLoop):
             self._timeline.record_span("pull", pulled, waiting)
             self._answer(self._lanes[pulled])
         if ready is not None and ready >= len(doors):
-            self._hub.go_on()
+            self._hub.send_kept()
         elif ready is not None:
             self._open(doors[ready], waiting)
         elif begun is not None:
-            self._go_on(*begun)
+            self._serve_begun(*begun)
         elif pulled is None:
             self._copy(0)
             self._read_control(PLAN_SLICE_S if self._early else 0.0)
 
     @property
     def _patience_s(self) -> float:
-        """How long to wait for messages of the data plane while no piece is at work."""
-        if self._copies or self._ahead.is_busy or self._early:
+        """Longest wait for messages of the data plane while no request is being served."""
+        if self._copies or self._device_steps.is_busy or self._early:
             return 0.0
         timeout_s = MIGRATING_SLICE_S if self._migrations.active or self._copying else IDLE_SLICE_S
         return min(timeout_s, LINKING_SLICE_S) if self._newcomers.pending else timeout_s
 
     def _begun(self) -> tuple[Lane, Iterator[None]] | None:
-        """Return a piece that was begun, of the earliest step: later ones may wait for it."""
+        """Return the begun piece of the earliest step, for which later steps may wait; None if none was begun."""
         lanes = [(lane, lane.work) for lane in self._lanes if lane.work is not None]
         return min(lanes, key=lambda one: one[0].steps[0].plan.step) if lanes else None
 
@@ -148,15 +150,15 @@ class MemoryWorker(WorkerLoop):
         return self._tier is not None and self._tier.active
 
     def _copy(self, every: int) -> None:
-        """Copy something from or to the disk, unless this was called fewer than ``every`` times since."""
+        """Copy one part from or to the disk, at most once in ``every`` calls."""
         self._since_copied += 1
         if self._tier is not None and self._since_copied > every:
             self._copies, self._since_copied = self._tier.active and self._tier.work(), 0
 
     def _end_epoch(self, message: EndEpoch) -> None:
-        """Drop every step, pull and migration, and what they have left in the slab."""
+        """Drop every step, fetch and migration, and the tokens that they have stored."""
         topology = message.topology
-        self._ahead.drop()
+        self._device_steps.drop()
         for peer in set(self._links.peers) - topology.names:
             self._puller.forget(peer)
         self._puller.drop_all()
@@ -173,12 +175,12 @@ class MemoryWorker(WorkerLoop):
         self._doors = self._closed_doors()
         self._pipeline, self._computes = topology.pipeline, topology.computes
         self._fence.begin_epoch(topology)
-        self._ahead.use(self._channels, self._pipeline, self._computes)
+        self._device_steps.change_channels(self._channels, self._pipeline, self._computes)
 
     def _change_members(self, topology: Topology) -> None:
         for peer in topology.names - {self._links.name}:
             if not self._links.has(peer):
-                self._fence.miss(peer)
+                self._fence.on_newcomer_lost(peer)
         kept = {name: channel for name, channel in self._channels.items() if name in topology.computes}
         new = [name for name in topology.computes if name not in kept and self._links.has(name)]
         joined = {name: self._links.channel(name) for name in new}
@@ -192,27 +194,24 @@ class MemoryWorker(WorkerLoop):
         self._pipeline, self._computes = topology.pipeline, topology.computes
         lanes = topology.pipeline.lanes * topology.pipeline.ranks
         self._lanes += [Lane(number) for number in range(len(self._lanes), lanes)]
-        self._ahead.use(self._channels, self._pipeline, self._computes)
+        self._device_steps.change_channels(self._channels, self._pipeline, self._computes)
 
     def _others(self, memories: Iterable[str]) -> dict[str, tuple[Lease, Lease]]:
-        """Return the leases of this worker and of the other memory workers to each other."""
         return {name: self._links.leases(name) for name in memories if self._links.has(name)}
 
     def _closed_doors(self) -> list[Door]:
-        """Return a door without a request for each slot. Later, the door used last comes last."""
+        """Return a door without a request for each slot, to be ordered by last use."""
         return [Door(channel, slot) for slot in range(SLOTS) for channel in self._channels.values()]
 
     def _awaited(self) -> tuple[list[Door], list[Target]]:
-        """Return the doors at which a piece of a request may arrive, and their doorbells, followed by those of
-        credits."""
+        """Return the doors at which a piece of a request may arrive; and their doorbells, then those of credits."""
         doors = [door for door in self._doors if door.slot in door.channel.awaited]
         if self._early:
             doors = [door for door in doors if door not in self._early]
         return doors, [door.channel.awaited[door.slot] for door in doors] + self._hub.credits
 
     def _open(self, door: Door, waiting: int) -> None:
-        """Serve the piece of a request that has arrived at a door."""
-        if self._ahead.is_used and door.request is None and self._leave(door):
+        if self._device_steps.is_used and door.request is None and self._leave(door):
             return
         self._doors.remove(door)
         self._doors.append(door)
@@ -220,13 +219,13 @@ class MemoryWorker(WorkerLoop):
         if door.request is None:
             door.request = door.channel.read(door.slot)
             if self._hub.keeping:
-                self._hub.go_on()  # its header may bring credits
+                self._hub.send_kept()  # its header may bring credits
             door.body = memoryview(bytearray(door.request.nbytes)) if door.request.body is None else door.request.body
         self._timeline.record_span("wait", door.request.lane, waiting)
         self._enter(door, door.request)
 
     def _enter(self, door: Door, request: Arrival) -> None:
-        """Serve a piece that has arrived, unless its plan has not."""
+        """Serve a piece that has arrived, or postpone it if its plan has not."""
         if not self._has_step(request.lane):
             self._postpone(door)
             return
@@ -242,23 +241,22 @@ class MemoryWorker(WorkerLoop):
         self._receive(lane, door, request)
 
     def _leave(self, door: Door) -> bool:
-        """Return whether the message at this door is left alone: the device serves it or has served it, or its plan has
-        not arrived."""
-        self._ahead.advance(self._lanes)  # it may have answered the one before in this slot
+        """Return whether the host must not serve the message at this door: the device does, or its plan is missing."""
+        self._device_steps.advance(self._lanes)  # the device may have served the last message in this slot
         number = door.channel.lane_at(door.slot)
         if number is None:
             return True
         if not self._has_step(number):
             self._postpone(door)
             return True
-        return self._ahead.take(self._lanes[number], door.channel, door.slot)
+        return self._device_steps.leave_to_device(self._lanes[number], door.channel, door.slot)
 
     def _postpone(self, door: Door) -> None:
-        """Leave a request in its slot until its plan has arrived, and serve others meanwhile."""
+        """Leave a request in its slot until its plan has arrived."""
         self._early[door] = time.monotonic() + PLAN_TIMEOUT_S
 
     def _open_early(self) -> bool:
-        """Open a door whose request has waited for its plan, if that has arrived. Raises DeadlineError."""
+        """Serve one postponed request whose plan has arrived; return whether there was one. Raises DeadlineError."""
         if self._early:
             self._read_control()
         for door, deadline in self._early.items():
@@ -277,11 +275,10 @@ class MemoryWorker(WorkerLoop):
         return False
 
     def _has_step(self, lane: int) -> bool:
-        """Return whether a lane has a step to run. A lane of a worker that has just joined may be unknown."""
+        """Return whether a lane has a step. Lanes of a compute worker that has just joined may be unknown."""
         return lane < len(self._lanes) and len(self._lanes[lane].steps) > 0
 
     def _receive(self, lane: Lane, door: Door, request: Arrival) -> None:
-        """Serve the piece, once it has been fetched if it does not lie in the slot."""
         if request.body is not None:
             self._begin(lane)
             return
@@ -295,8 +292,11 @@ class MemoryWorker(WorkerLoop):
         self._puller.add_body(door.channel.name, request.fetched_at + begin, into, lambda: self._begin(lane))
 
     def _begin(self, lane: Lane) -> None:
-        """Serve the piece of a request that has arrived, or its first cut. If the request may have to wait for other
-        lanes, begin once all of it is here and they have stored what it attends to."""
+        """Serve the piece of a request that has arrived, or its first cut.
+
+        A chunk that may wait for chunks of other lanes begins once all its pieces have arrived and those chunks are
+        stored; until then its lane is parked.
+        """
         step, door = lane.steps[0], lane.door
         if step.rows.pulled and step.pieces[lane.piece].keeps and door is not None and door.request is not None:
             self._pull(door.request, lane.layer, step)
@@ -307,21 +307,24 @@ class MemoryWorker(WorkerLoop):
         elif earlier := step.order.missing(lane.layer):
             if door is not None and door.request is not None:
                 lane.door = door.set_aside()
-            lane.parked = True
+            lane.parked, lane.parked_at = True, self._timeline.now()
+            self._parked += 1
+            self._parked_nbytes += 0 if lane.door is None else lane.door.body.nbytes
             for storing in earlier:
                 self._puller.fetch_first(storing.door, storing.turn + lane.layer)
         else:
             self._serve_cut(lane, self._start(lane, range(len(step.pieces))))
 
     def _unpark(self) -> None:
-        """Let requests begin whose sequences have reached their watermarks."""
+        """Begin parked requests whose earlier chunks are all stored."""
         for lane in self._lanes:
             if lane.parked and not lane.steps[0].order.missing(lane.layer):
                 lane.parked = False
+                self._timeline.record_span(PARKED, lane.number, lane.parked_at)
                 self._start(lane, range(len(lane.steps[0].pieces)))
 
     def _start(self, lane: Lane, pieces: Sequence[int]) -> Iterator[None]:
-        """Set the lane's work to pieces that have arrived, and return it."""
+        """Set the lane's work to serving ``pieces``, which have arrived, and return it."""
         step, queries = lane.steps[0], len(lane.steps[0].rows.queries)
         spec = self._store.attentions[lane.layer]
         shape = (queries, spec.query_heads, spec.v_dim)
@@ -333,7 +336,6 @@ class MemoryWorker(WorkerLoop):
         return work
 
     def _pull(self, request: Arrival, layer: int, step: StepTables) -> None:
-        """Begin to pull K and V of prompt chunks, which others may wait for."""
         request.readers += 1
 
         def on_done() -> None:
@@ -344,8 +346,10 @@ class MemoryWorker(WorkerLoop):
         self._puller.request_pull(request.channel.name, request.bulk_at, layer, step, on_done)
 
     def _place(self, lane: Lane, shape: tuple[int, int, int]) -> bool:
-        """Write the next reply into its receiver's slot, if that is possible and the reply follows at once, since no
-        other message gets the slot until then. Return whether it does."""
+        """Let attention write the next reply directly into the receiver's slot; return whether it can.
+
+        It can only if the reply is sent without a pause, since no other message may use the slot until then.
+        """
         if not lane.steps[0].is_served_at_once:
             return False
         channel, count = self._channels.get(self._receiver(lane)), math.prod(shape)
@@ -359,19 +363,16 @@ class MemoryWorker(WorkerLoop):
         return True
 
     def _receiver(self, lane: Lane) -> str:
-        """Return the compute worker that gets the next reply."""
         plan, ranks = lane.steps[0].plan, self._pipeline.ranks
         following = self._pipeline.stage(plan.lane, plan.turn, lane.layer + 1, plan.rotates)
         return self._computes[following * ranks + lane.number % ranks]
 
-    def _go_on(self, lane: Lane, work: Iterator[None]) -> None:
-        """Serve the next cut of a piece that was begun."""
+    def _serve_begun(self, lane: Lane, work: Iterator[None]) -> None:
         self._serve_cut(lane, work)
         self._report()
         self._read_control()
 
     def _report(self) -> None:
-        """Tell the engine now and then which lanes are being served."""
         now = time.monotonic()
         lanes = [lane.number // self._pipeline.ranks for lane in self._lanes if lane.work is not None]
         if lanes and now - self._reported >= REPORT_S:
@@ -379,7 +380,7 @@ class MemoryWorker(WorkerLoop):
             self._control.send(Working(lanes))
 
     def _serve_cut(self, lane: Lane, work: Iterator[None]) -> None:
-        """Work on a piece of a request for a few milliseconds; after the request's last one, reply."""
+        """Serve one cut of a piece; after the last cut of the request's last piece, reply."""
         start, span = time.monotonic(), self._timeline.now()
         done = next(work, _DONE) is _DONE
         self._timeline.record_span("attention", lane.number, span)
@@ -392,7 +393,7 @@ class MemoryWorker(WorkerLoop):
             self._advance(lane, last)
 
     def _finish(self, lane: Lane) -> None:
-        """Reply to a request that is served; to a step's last one as soon as all its K and V have been pulled."""
+        """Free a served request and reply to it; to a step's last one once all the step's K and V are stored."""
         step, door, turn = lane.steps[0], lane.door, lane.steps[0].plan.turn + lane.layer
         if door is not None and door.request is not None:
             self._store.device.settle()
@@ -410,20 +411,20 @@ class MemoryWorker(WorkerLoop):
         self._answer(lane)
 
     def _answer(self, lane: Lane) -> None:
-        """Send the lane's reply, if it has one that may be sent."""
+        """Send the lane's reply, if it has one and the K and V that it waits for are stored."""
         reply = lane.reply
         if reply is None or not self._puller.is_done(lane.number, reply.pulled):
             return
         lane.reply = None
         channel = self._channels.get(reply.peer)
         if channel is None:
-            return  # it has exited: the engine decides what becomes of the requests that needed it
+            return  # the receiver has exited: the engine ends or repeats its requests
         span = self._timeline.now()
         nbytes = sum(part.nbytes for part in reply.parts)
         number = lane.number // self._pipeline.ranks
         if reply.slot is not None or channel.post_apart is not None:
             channel.send_message(number, reply.turn, nbytes, reply.parts if reply.slot is None else (), reply.slot)
-        else:  # if it is kept, nothing overwrites it before it has been sent: the lane's next request follows it
+        else:  # queued without a copy: the lane's next request, which overwrites it, follows the reply
             channel.begin(number, reply.turn, nbytes, copies=False).send_piece(reply.parts)
         self._timeline.record_span("send", lane.number, span)
 
@@ -445,7 +446,7 @@ class MemoryWorker(WorkerLoop):
             self._handle(message)
             timeout_s = 0.0
 
-    def _take_in(self, plan: StepPlan) -> None:
+    def _apply_plan(self, plan: StepPlan) -> None:
         shares = self._store.apply(plan)
         self._migrations.apply(plan)
         if self._tier is not None:
@@ -464,7 +465,7 @@ class MemoryWorker(WorkerLoop):
 def build(
     control: ControlClient, resources: contextlib.ExitStack, open_endpoint: OpenEndpoint = open_endpoint
 ) -> MemoryWorker:
-    """Make the slab and link to the peers as the engine directs; ``resources`` closes the links."""
+    """Set up the slab and link to the peers as the engine directs; ``resources`` closes the links."""
     store, tier, setup = make_store(control, resources)
     links, connect = set_up_links(control, resources, store.device.inboxes, open_endpoint)
     worker = MemoryWorker(control, store, tier, links, connect, setup.trace)

@@ -18,8 +18,13 @@ _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16"
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor on disk. ``dtype`` is the format's name for it (BF16, F32, ...); ``nbytes`` counts its data, which
-    begin at byte ``start`` of the file."""
+    """One tensor on disk.
+
+    Attributes:
+        dtype: the safetensors name of the element type (BF16, F32, ...).
+        nbytes: bytes of the tensor's data.
+        start: byte of the file at which the data begin.
+    """
 
     file: Path
     dtype: str
@@ -29,7 +34,7 @@ class TensorEntry:
 
 
 def read_checkpoint(path: Path) -> dict[str, TensorEntry]:
-    """Entries of every tensor in the model directory ``path``, by name.
+    """Return the entries of all tensors in the model directory ``path``, by name.
 
     Raises:
         ModelError: no safetensors files, a missing or truncated shard, an invalid header, or an index that lists a

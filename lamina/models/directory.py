@@ -1,4 +1,4 @@
-"""Finds, checks and digests a Hugging Face model directory, without torch or transformers."""
+"""Finds, checks and digests a Hugging Face model directory, and reads its sampling defaults, without torch."""
 
 import contextlib
 import hashlib
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina.core.errors import ModelError
+from lamina.core.types import GenerationConfig, SamplingParams
 from lamina.models import hub
 from lamina.models.checkpoint import INDEX, TensorEntry, read_checkpoint
 from lamina.models.quantisation.formats import Packed, Scheme, find_packed, part_names, scheme
@@ -25,16 +26,16 @@ _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_le
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """The contents of a model directory. The mappings are the parsed JSON files; do not change them.
+    """The contents of a model directory. Its mappings must not be changed.
 
     Attributes:
         path: the directory.
         name: the model's name for clients.
-        config: config.json.
-        generation_config: generation_config.json, empty without that file.
+        config: parsed config.json.
+        generation_config: parsed generation_config.json; empty without that file.
         tensors: every tensor of the checkpoint by name; empty if weights were not requested.
-        scheme: of a quantised checkpoint.
-        packed: its weights that are stored as codes, by the names that they would have otherwise.
+        scheme: how the checkpoint is quantised; None: it is not.
+        packed: weights that the checkpoint stores as codes, by the names of the unquantised weights.
     """
 
     path: Path
@@ -47,7 +48,7 @@ class ModelDirectory:
 
     @property
     def weight_names(self) -> list[str]:
-        """What the checkpoint holds, by the names that it would have if nothing were stored as codes."""
+        """Names of the checkpoint's weights, as they would be without quantisation."""
         return [*(self.tensors.keys() - part_names(self.packed)), *self.packed]
 
     @property
@@ -67,7 +68,6 @@ class ModelDirectory:
 
     @property
     def files(self) -> list[Path]:
-        """The files that were read, or would be: those that a copy needs."""
         described = [self.path / name for name in (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, INDEX)]
         weights = {entry.file for entry in self.tensors.values()}
         return [file for file in described if file.is_file()] + sorted(weights)
@@ -78,7 +78,7 @@ class ModelDirectory:
 
 
 def find(model: str | os.PathLike[str] | None, *, weights: bool = True, tokenizer: bool = True) -> ModelDirectory:
-    """Return the model directory ``model``; None is the model that comes with Lamina.
+    """Return the model directory ``model``; None is the bundled model.
 
     Args:
         model: a directory, or the name of a model on a hub (``lamina.models.hub``), which is downloaded.
@@ -117,7 +117,7 @@ def _located(model: str | os.PathLike[str], weights: bool) -> Path:
 
 
 def model_name(path: Path) -> str:
-    """Return the name for clients: OWNER/NAME for a snapshot in the Hugging Face cache, else its directory's."""
+    """Return the name for clients: OWNER/NAME for a snapshot in the Hugging Face cache, else the directory's name."""
     path = path.resolve()
     repository = path.parent.parent.name
     if path.parent.name == "snapshots" and repository.startswith("models--"):
@@ -126,7 +126,7 @@ def model_name(path: Path) -> str:
 
 
 def find_config(model: str | Path | None) -> ModelDirectory:
-    """Like ``find``, for the configuration alone: ``model`` may also be a JSON file of any name (``path``).
+    """Return a model directory of which only the configuration is read. ``model`` may also be a JSON file of any name.
 
     Raises:
         ModelError: the directory or file does not exist, or has no configuration.
@@ -140,7 +140,7 @@ def find_config(model: str | Path | None) -> ModelDirectory:
 def max_model_len(config: Mapping[str, Any]) -> int | None:
     """Return the longest sequence, in tokens, that a config.json allows; None if it gives no limit (ALiBi models).
 
-    YaRN configs whose max_position_embeddings is still that of training get the length that YaRN extends them to.
+    For a YaRN config whose max_position_embeddings is still that of training, that is the extended length.
     """
     nested = config.get("text_config")
     config = nested if isinstance(nested, dict) else config
@@ -154,11 +154,7 @@ def max_model_len(config: Mapping[str, Any]) -> int | None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in ``file``.
-
-    Raises:
-        ModelError: it does not hold one.
-    """
+    """Return the JSON object in ``file``. Raises ModelError if there is none."""
     try:
         value = json.loads(file.read_bytes())
     except ValueError as error:
@@ -195,11 +191,11 @@ DIGEST_NBYTES = 8
 
 
 def checkpoint_digest(model: ModelDirectory) -> str:
-    """16 hex digits that depend on the configuration, on every tensor's name, type and shape, and on samples of its
-    data: 4 KiB at the beginning, in the middle and at the end.
+    """Return 16 hex digits that depend on the configuration, on every tensor's name, type and shape, and on samples of
+    its data: 4 KiB at the beginning, in the middle and at the end.
 
-    Reading a whole checkpoint takes as long as loading it. Training changes all of a tensor, so samples tell two
-    checkpoints apart; a bit that has been flipped elsewhere is not found.
+    A digest of all data would take as long as loading it. Training changes all of a tensor, so samples distinguish two
+    checkpoints; a bit flipped elsewhere is not found.
     """
     made = hashlib.blake2b(digest_size=DIGEST_NBYTES)
     made.update(json.dumps(model.config, sort_keys=True).encode())
@@ -212,3 +208,41 @@ def checkpoint_digest(model: ModelDirectory) -> str:
                 files[entry.file].seek(entry.start + offset)
                 made.update(files[entry.file].read(min(SAMPLE_NBYTES, entry.nbytes)))
     return made.hexdigest()
+
+
+Defaults = Mapping[str, int | float]
+"""Values of ``SamplingParams`` by name."""
+
+_SAMPLING_NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Name in ``SamplingParams`` by name in generation_config.json, for the fields that vLLM reads."""
+
+
+def sampling_defaults(model: ModelDirectory, choice: GenerationConfig) -> Defaults:
+    """Return the defaults of generation_config.json; none if ``choice`` is "none".
+
+    Raises:
+        ModelError: a value has the wrong type or is out of range.
+    """
+    if choice == "none":
+        return {}
+    given = model.generation_config
+    found = {ours: given[theirs] for theirs, ours in _SAMPLING_NAMES.items() if given.get(theirs) is not None}
+    try:
+        SamplingParams(**found)
+    except ValueError as error:
+        raise ModelError(
+            f"{model.path / GENERATION_CONFIG}: {error}. Correct the file, or ignore it with generation_config none"
+        ) from None
+    return found
+
+
+def describe_defaults(defaults: Defaults) -> str:
+    """Return the defaults as text, such as "temperature 0.6, top_k 20"."""
+    return ", ".join(f"{name} {value:g}" for name, value in defaults.items())

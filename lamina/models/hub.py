@@ -22,7 +22,7 @@ DESCRIPTIONS = frozenset(
 )
 """The files of a model besides its weights."""
 
-SPARE_NBYTES = 64 << 20  # left free on the disk
+SPARE_NBYTES = 64 << 20  # bytes of the disk that must stay free
 _NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 
 
@@ -32,22 +32,22 @@ def is_name(model: str) -> bool:
 
 
 def download(model: str, *, weights: bool) -> Path:
-    """Return the directory of a model, whose missing files are downloaded, with progress bars on standard error.
+    """Download the missing files of a model, with progress bars on standard error. Returns its directory.
 
-    A file whose transfer breaks off is continued; if that fails again and again, files that are complete stay in the
-    cache. If the hub cannot be reached, what the cache has is used.
+    Interrupted transfers are resumed. If the download fails, complete files stay in the cache. If the hub cannot be
+    reached, the model must be in the cache.
 
     Args:
         model: OWNER/NAME, or OWNER/NAME@REVISION with a branch, a tag or a commit.
         weights: Download the weights too.
 
     Raises:
-        ModelError: There is no such model, it is not accessible, there is no room for it, or the download failed.
+        ModelError: There is no such model, it is not accessible, the disk is full, or the download failed.
     """
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
-    failures = (OSError, HTTPError, ValueError, TypeError, KeyError)  # the last three: answers of another form
+    failures = (OSError, HTTPError, ValueError, TypeError, KeyError)  # the last three: malformed answers
 
     match = _NAME.fullmatch(model)
     if match is None:
@@ -75,7 +75,7 @@ def download(model: str, *, weights: bool) -> Path:
 
 
 def _weight_files(model: str, files: Mapping[str, int], index: Path | None) -> set[str]:
-    """Return the files with the weights: those that the index names, or the only one."""
+    """Return the files with the weights: the single file, or the files that the index names."""
     from lamina.models.checkpoint import read_index
 
     if WEIGHTS in files:

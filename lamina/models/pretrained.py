@@ -1,4 +1,4 @@
-"""What transformers knows of a model: its configuration, and how its weights are named, typed, tied and converted."""
+"""Asks transformers for a model's configuration, and for the names, types, ties and conversions of its weights."""
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -22,8 +22,7 @@ _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size
 
 
 def load_config(directory: ModelDirectory) -> PretrainedConfig:
-    """Return the directory's config as transformers reads it, from local files only and without running code from
-    there.
+    """Return the directory's config, as transformers reads it from local files, without running the directory's code.
 
     Raises:
         UnsupportedModelError: transformers does not know the family, or the family has no causal language model.
@@ -51,13 +50,13 @@ def load_config(directory: ModelDirectory) -> PretrainedConfig:
         size = getattr(text, name, None)
         if isinstance(size, int) and size < 1:
             raise ModelError(f"{file} says {name} is {size}; a model has at least 1")
-    for part in (config, text):  # what runs has dense weights, or those that --quantization makes
+    for part in (config, text):  # Lamina reads quantised weights itself
         vars(part).pop("quantization_config", None)
     return cast(PretrainedConfig, config)
 
 
 def resolve_dtype(config: PretrainedConfig, requested: DType | Literal["auto"]) -> DType:
-    """``requested``, or for "auto" the config's element type; float32 if it does not give one.
+    """Return ``requested``, or for "auto" the config's element type; float32 if the config gives none.
 
     Raises:
         UnsupportedModelError: the config's element type is not a DType.
@@ -89,7 +88,6 @@ def meta_model(config: PretrainedConfig, dtype: DType) -> PreTrainedModel:
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """torch's name for ``dtype``."""
     return {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}[dtype]
 
 
@@ -153,6 +151,6 @@ def load(
     seed: int = 0,
     on_progress: Progress | None = None,
 ) -> dict[str, torch.Tensor]:
-    """``tensors.load`` of the model that ``config`` describes, as tensors."""
+    """Load dense weights by ``tensors.load`` for the model that ``config`` describes."""
     loaded = tensors.load(directory, names, plan(directory, config, dtype), load_format, seed, on_progress)
     return {name: plain(weight) for name, weight in loaded.items()}

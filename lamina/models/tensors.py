@@ -1,4 +1,4 @@
-"""Loads selected weights of a model: from a checkpoint through memory maps, or random ones for benchmarks.
+"""Loads selected weights of a model from a checkpoint, through memory maps, or draws random ones for benchmarks.
 
 A ``WeightPlan`` describes how weights are made from checkpoint tensors, so this module does not need transformers.
 """
@@ -80,7 +80,7 @@ def load(
     shards: Mapping[str, Shard] = NOTHING,
     form: Form = DENSE,
 ) -> dict[str, Weight]:
-    """Load the weights ``names`` of a model to ``device``, in memory of their own. Tied names share one tensor.
+    """Load the weights ``names`` of a model to ``device``, as copies. Tied names share one tensor.
 
     Args:
         directory: Directory of the checkpoint.
@@ -92,7 +92,7 @@ def load(
         device: Device of the result.
         shards: By name, the part of a weight that this rank needs; weights without a shard are loaded whole. Only the
             parts come to ``device``. Tied names have equal shards.
-        form: Which weights are held as quantised codes. Tied names are not.
+        form: Which weights are held as quantised codes; tied weights never are.
 
     Raises:
         ConfigError: ``form`` cannot hold a weight.
@@ -110,7 +110,7 @@ def load(
 
 
 class _ProgressBytes:
-    """Reports progress in bytes. ``nbytes``: Bytes of each weight before quantisation."""
+    """Reports progress in bytes. ``nbytes`` has the bytes of each weight before quantisation."""
 
     def __init__(self, nbytes: Mapping[str, int], report: Progress | None) -> None:
         self._nbytes, self._total, self._report, self._bytes = nbytes, sum(nbytes.values()), report, 0
@@ -178,7 +178,7 @@ class _Checkpoint:
         return result
 
     def _stored(self, name: str) -> str:
-        """Return the name under which the checkpoint holds ``name``: its own, or one that it is tied to."""
+        """Return the name under which the checkpoint holds ``name``: ``name``, or a name tied to it."""
         for candidate in self._tied(name):
             if candidate in self._recipes:
                 return candidate
@@ -205,7 +205,6 @@ class _Checkpoint:
             )
 
     def _check_inputs(self, name: str) -> None:
-        """Check the headers before any data is read."""
         recipe = self._recipes[name]
         for _, key in recipe.inputs:
             packed = self._directory.packed.get(key)

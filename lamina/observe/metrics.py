@@ -20,7 +20,7 @@ REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
 
 class Traffic:
-    """Counters and latency histograms of requests over HTTP, kept in ``registry``."""
+    """Counters and latency histograms of HTTP requests, registered in ``registry``."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.prompt_tokens = Counter(
@@ -51,7 +51,7 @@ class Traffic:
 
 
 class Timing:
-    """Times the updates of one HTTP request as the client reads them: a slow client counts as slow tokens."""
+    """Measures latencies of one HTTP request as its client reads it: a slow client counts as slow tokens."""
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
@@ -120,12 +120,12 @@ class Metrics:
 
     def __init__(self, engine: Runtime) -> None:
         self._engine = engine
-        # The "_created" series are one more per histogram and counter, and no query needs them.
+        # The "_created" series add one series per histogram and counter, and no query needs them.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self._traffic_registry = CollectorRegistry(auto_describe=False)
-        if MULTIPROCESS in os.environ:  # frontends count together, in files
+        if MULTIPROCESS in os.environ:  # frontends share their counts in files
             MultiProcessCollector(self._traffic_registry)  # type: ignore[no-untyped-call]
             self.traffic = Traffic(CollectorRegistry())
         else:
@@ -231,6 +231,7 @@ class Metrics:
         for worker, state in stats.workers.items():
             workers.add_metric([worker, state], 1)
         yield workers
+        yield from self._roles(stats)
         yield from self._scaling(stats)
         links = GaugeMetricFamily(
             "lamina_links",
@@ -240,6 +241,26 @@ class Metrics:
         for choice, pairs in stats.links:
             links.add_metric([choice.transport.value, choice.reason], pairs)
         yield links
+
+    def _roles(self, stats: EngineStats) -> Iterator[Metric]:
+        """Yield the metrics of prompts that run apart from decoding, or in several lanes."""
+        roles = GaugeMetricFamily(
+            "lamina_worker_roles", "1 for every compute worker, by what it runs.", labels=["worker", "role"]
+        )
+        for worker, role in stats.roles.items():
+            roles.add_metric([worker, role], 1)
+        yield roles
+        yield CounterMetricFamily(
+            "lamina_handovers", "Requests that went from a worker for prompts to one that decodes.", stats.handovers
+        )
+        parked = CounterMetricFamily(
+            "lamina_parked", "Messages that waited until K and V of earlier chunks were stored.", labels=["worker"]
+        )
+        nbytes = CounterMetricFamily("lamina_parked_bytes", "Bytes of q, k and v in these.", labels=["worker"])
+        for worker, memory in stats.memory.items():
+            parked.add_metric([worker], memory.parked)
+            nbytes.add_metric([worker], memory.parked_nbytes)
+        yield from (parked, nbytes)
 
     def _scaling(self, stats: EngineStats) -> Iterator[Metric]:
         """Yield the metrics of pools that scale by load."""

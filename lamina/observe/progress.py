@@ -1,4 +1,4 @@
-"""Shows on standard error how far long work is: bars on a terminal or in a notebook, else a line every ``REPORT_S``
+"""Shows progress of long work on standard error: bars on a terminal or in a notebook, else a line every ``REPORT_S``
 seconds."""
 
 import threading
@@ -33,7 +33,7 @@ def _can_draw(console: Console) -> bool:
 
 @contextmanager
 def loading_progress(console: Console | None = None) -> "Iterator[OnProgress]":
-    """Show how far each worker is with loading weights; yields the callback for ``launch``."""
+    """Show each worker's progress of loading weights; yield the callback for ``launch``."""
     newest: dict[str, LoadProgress] = {}
     tasks: dict[str, TaskID] = {}
 
@@ -60,7 +60,7 @@ def loading_progress(console: Console | None = None) -> "Iterator[OnProgress]":
 
 @contextmanager
 def counting_progress(description: str, total: int, console: Console | None = None) -> Iterator[Callable[[int], None]]:
-    """Show how many of ``total`` items are done; yields a function that sets the number."""
+    """Show how many of ``total`` items are done; yield a function that sets the number."""
     at = 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
@@ -81,7 +81,7 @@ def counting_progress(description: str, total: int, console: Console | None = No
 
 @contextmanager
 def waiting(description: str, console: Console | None = None) -> Iterator[None]:
-    """Show that work of unknown length goes on, with little effect on what it may measure."""
+    """Show that work of unknown length is running, with little CPU use, since the work may be a measurement."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
 
     def report(seconds: float) -> str:
@@ -97,7 +97,7 @@ def waiting(description: str, console: Console | None = None) -> Iterator[None]:
 def _bars_or_reports(
     console: Console | None, columns: Sequence[ProgressColumn], report: Callable[[float], str], per_second: float = 10
 ) -> Iterator[Progress | None]:
-    """Yield bars if ``console`` can draw them; else None, and print ``report`` of the seconds so far now and then."""
+    """Yield bars if ``console`` can draw them; else yield None, and print ``report(seconds)`` every ``REPORT_S``."""
     console = console or Console(stderr=True)
     if _can_draw(console):
         with Progress(*columns, console=console, transient=True, refresh_per_second=per_second) as progress:

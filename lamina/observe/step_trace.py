@@ -1,4 +1,4 @@
-"""Shows where steps spend their time: a trace for Perfetto or chrome://tracing, and shares by worker and stage."""
+"""Writes the spans of steps as a trace for Perfetto or chrome://tracing, and sums them by worker and stage."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 
-from lamina.control.timeline import Span
+from lamina.control.timeline import PARKED, Span
 
 OTHER = "other"
-IDLE = {"wait", OTHER}
-"""Stages in which a worker is idle; all others are work."""
+IDLE = {"wait", PARKED, OTHER}
+"""Stages in which a worker is idle, or serves other messages; all others are work."""
 
 
 def write_trace(path: Path, spans: Mapping[str, Sequence[Span]]) -> None:
@@ -47,7 +47,7 @@ class Share:
 
 
 def shares(spans: Mapping[str, Sequence[Span]], begin_ns: int, end_ns: int) -> list[Share]:
-    """Time of every stage inside [begin_ns, end_ns), by worker, longest first; ``OTHER`` is time without a span."""
+    """Return the time of every stage inside [begin_ns, end_ns) by worker, longest first; ``OTHER``: without a span."""
     total = (end_ns - begin_ns) / 1e9
     result = []
     for worker, own in spans.items():
@@ -56,22 +56,21 @@ def shares(spans: Mapping[str, Sequence[Span]], begin_ns: int, end_ns: int) -> l
             inside = (min(span.end_ns, end_ns) - max(span.begin_ns, begin_ns)) / 1e9
             if inside > 0:
                 seconds[span.stage] = seconds.get(span.stage, 0.0) + inside
-        seconds[OTHER] = max(0.0, total - sum(seconds.values()))
+        seconds[OTHER] = max(0.0, total - sum(value for stage, value in seconds.items() if stage != PARKED))
         ordered = sorted(seconds.items(), key=lambda pair: -pair[1])
         result += [Share(worker, stage, value, value / total) for stage, value in ordered]
     return result
 
 
 def bottleneck(parts: Sequence[Share]) -> Share:
-    """Return the work stage that takes the most time: the first one to make faster."""
+    """Return the stage with work (not waiting) that takes the most time."""
     return max((part for part in parts if part.stage not in IDLE), key=lambda part: part.seconds)
 
 
 def turnarounds(spans: Mapping[str, Sequence[Span]], begin_ns: int, end_ns: int) -> list[int]:
-    """Nanoseconds from the end of each draw inside [begin_ns, end_ns) to the next slice of its lane, on any worker.
+    """Return nanoseconds from the end of each draw in [begin_ns, end_ns) to the next slice of its lane, on any worker.
 
-    With one lane, this is the cost of planning and starting the next step on the critical path; with several, other
-    lanes run meanwhile.
+    With one lane, this is the time on the critical path for planning and starting the next step.
     """
     own = sorted((span for each in spans.values() for span in each), key=lambda span: span.begin_ns)
     drawn: dict[int, int] = {}  # when the latest draw ended, by lane

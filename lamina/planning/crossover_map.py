@@ -1,13 +1,13 @@
-"""Where a second kind of device pays: the cheapest ways to serve on one kind and on two, over grids of workloads.
+"""Maps for which workloads two kinds of devices serve at less cost per request than one kind.
 
-Every cell is a workload whose requests all have one prompt and one output length. Both sides may use the same devices
-and keep the same SLOs, and are compared by dollars for a request, so at equal cost. On one kind: one pool, of Lamina or
-of another system with chunked prefill, or prefill and decoding apart. On two: attention offloaded, or prefill on one
-kind and decoding on the other. Offloading to memory workers of the same kind as the compute workers counts as one kind.
+Every cell of a grid is a workload whose requests all have one prompt and one output length. Its sides are the cheapest
+ways to serve it within the SLOs: on one kind of device (one pool, of Lamina or of another system with chunked prefill;
+or prefill and decode apart), and on two kinds (attention offloaded; or prefill on one kind and decode on the other).
+Offloading to memory workers of the compute workers' kind counts as one kind.
 
-Three grids: prompts and outputs; sessions that are idle between turns, whose KV waits in whatever memory is left; and
-prompts that begin with the same tokens. ``cells`` evaluates a grid by the closed form; ``confirm`` simulates the cells
-in which two kinds pay.
+Three grids: prompt and output lengths; sessions that are idle between turns, whose KV stays while memory is free; and
+prompts with a shared prefix. ``cells`` evaluates a grid by the closed form; ``confirm`` simulates the cells in which
+two kinds are cheaper.
 """
 
 import math
@@ -38,7 +38,7 @@ OUTPUT = 512
 """Output tokens in the grids of idle sessions and of shared prefixes."""
 
 _CHUNKS = (512, 2048)
-_MOST_LANES = 2  # of a replica
+_MOST_LANES = 2  # per replica
 PAYS = 0.05
 """A gain below this is within what the closed form is off, and counts as none."""
 
@@ -51,7 +51,7 @@ SIDES = ("alone", "offloaded", "apart")
 
 @dataclass(frozen=True)
 class Grid:
-    """Workloads, row by row. rows, columns: their labels, below ``heading``: "rows | columns"."""
+    """Workloads, row by row, with labels of ``rows`` and ``columns``; ``heading`` is "rows | columns"."""
 
     title: str
     heading: str
@@ -61,7 +61,7 @@ class Grid:
 
 
 def grids() -> list[Grid]:
-    """Return what a map shows."""
+    """Return the grids of a map."""
     columns = [f"{prompt}" for prompt in PROMPTS]
     return [
         Grid(
@@ -98,12 +98,15 @@ def grids() -> list[Grid]:
 
 @dataclass(frozen=True)
 class Cell:
-    """The cheapest ways for one workload, on one kind, and on two with attention offloaded or with prefill apart; None
-    where none holds it within the SLOs.
+    """The cheapest ways to serve one workload; None where no way keeps the SLOs.
 
     Attributes:
-        simulated: whether their rates are the simulator's, not the closed form's.
-        seconds: on one kind, the cheapest ways of other systems or degrees of tensor parallelism that are ``NEAR``.
+        workload: The workload.
+        alone: The cheapest way on one kind of device.
+        offloaded: The cheapest way on two kinds with attention offloaded.
+        apart: The cheapest way on two kinds with prefill apart from decode.
+        simulated: Whether their rates are the simulator's instead of the closed form's.
+        seconds: On one kind, the cheapest ways of other systems or degrees of tensor parallelism that are ``NEAR``.
     """
 
     workload: Workload
@@ -115,7 +118,7 @@ class Cell:
 
     @property
     def sides(self) -> dict[str, Capacity]:
-        """The ways found, by the names of ``SIDES``."""
+        """Return the ways found, by the names of ``SIDES``."""
         return {name: found for name in SIDES if (found := getattr(self, name)) is not None}
 
     @property
@@ -125,7 +128,7 @@ class Cell:
 
     @property
     def winner(self) -> str:
-        """Name of the cheapest way: "offload", "apart", or the kind that serves alone; empty if none serves."""
+        """Name of the cheapest side: "offload", "apart", or the kind that serves alone; empty without any way."""
         best = _cheapest(list(self.sides.values()))
         if best is None:
             return ""
@@ -134,12 +137,12 @@ class Cell:
 
     @property
     def gain(self) -> float | None:
-        """Requests per dollar on two kinds over those on one, less 1; None unless both serve it."""
+        """Requests per dollar on two kinds over requests per dollar on one, less 1; None unless both exist."""
         return _gain(self.alone, self.together)
 
     @property
     def offloading(self) -> float | None:
-        """Gain of offloading alone."""
+        """Gain by offloaded attention, see ``gain``."""
         return _gain(self.alone, self.offloaded)
 
 
@@ -165,14 +168,14 @@ def cells(
 
 
 def side(way: Way) -> str:
-    """Return the attribute of a cell that a way is for."""
+    """Return the name of the cell's attribute that a way belongs to."""
     if way.memory is None or way.memory.kind == way.compute.kind:
         return "alone"
     return "offloaded" if way.kind is Kind.OFFLOADED else "apart"
 
 
 def crossover(found: Sequence[Cell]) -> str:
-    """Say in words where two kinds pay in a grid, and by which of the two ways."""
+    """Describe where two kinds are cheaper in a grid, and by which of the two ways."""
     compared = [cell for cell in found if cell.gain is not None]
     if not compared:
         return "No cell can be served both on one kind and on two."
@@ -183,7 +186,7 @@ def crossover(found: Sequence[Cell]) -> str:
 
 
 def _count(found: Sequence[Cell], name: str) -> str:
-    """Return how many cells gain, and between which outputs and prompts."""
+    """Describe how many cells gain, and the range of their outputs and prompts."""
     paying = [cell for cell in found if (getattr(cell, name) or 0) > PAYS]
     text = f"{len(paying)} of {len(found)} cells"
     if not paying:
@@ -212,7 +215,6 @@ def _cheapest(found: Sequence[Capacity]) -> Capacity | None:
 
 
 def _seconds(found: Sequence[Capacity]) -> tuple[Capacity, ...]:
-    """Return the cheapest way of each system and degree of tensor parallelism, without the very cheapest."""
     layouts: dict[tuple[Kind, int], Capacity] = {}
     for one in sorted(found, key=lambda one: one.usd_per_request):
         layouts.setdefault((one.way.kind, one.way.tensor_parallel), one)
@@ -225,8 +227,7 @@ def _gain(alone: Capacity | None, together: Capacity | None) -> float | None:
 
 
 def _coarse(way: Way) -> bool:
-    """Return whether a map has this way: two lengths of chunks and, with a second pool, counts that are powers of two
-    and no rotation."""
+    """Return whether a map considers a way: two chunk lengths; with two pools, powers of two and no rotation."""
     if way.memory is None:
         return way.chunk in _CHUNKS
     counts = (way.compute_workers, way.memory_workers)
@@ -247,8 +248,7 @@ steps, a cell would take minutes."""
 
 
 def can_simulate(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> bool:
-    """Return False if a run would be too long: of more than ``MOST_STEPS``, or of sessions that are idle between
-    turns."""
+    """Return False if a simulation would exceed ``MOST_STEPS``, or for sessions that are idle between turns."""
     if isinstance(cell.workload.reuse, Sessions) and cell.workload.reuse.resumed:
         return False
     course = _course(cell, shape, prices, slo)
@@ -256,7 +256,7 @@ def can_simulate(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> boo
 
 
 def _near(cell: Cell) -> dict[str, Capacity]:
-    """Return the sides that cost at most ``WORSE`` times the cheapest by the closed form."""
+    """Return the sides that cost at most ``WORSE`` times as much as the cheapest side by the closed form."""
     least = min((found.usd_per_request for found in cell.sides.values()), default=0.0)
     return {name: found for name, found in cell.sides.items() if found.usd_per_request <= WORSE * least}
 
@@ -266,8 +266,7 @@ def _course(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> Course:
 
 
 def trace(workload: Workload) -> list[TracedRequest]:
-    """Return requests of one length, a second apart on average, whose prompts begin alike; none if nothing is
-    shared."""
+    """Return requests of one length, one per second on average, with a shared prefix; empty without a prefix."""
     shared = round(workload.reuse.shared)
     if not shared:
         return []
@@ -285,9 +284,10 @@ def confirm(
     slo: Slo,
     run: Callable[[Callable[[Cell], Cell], Sequence[Cell]], Iterable[Cell]] = map,
 ) -> list[Cell]:
-    """Return the cells, with the simulator's rates where two kinds pay by the closed form and a run is not too long, so
-    that no gain is shown that the simulator contradicts. ``run``: calls a function with each cell, such as
-    ``Pool.imap``."""
+    """Return the cells, with simulated rates where two kinds are cheaper and the simulation is not too long.
+
+    ``run``: maps a function over cells, such as ``Pool.imap``.
+    """
     chosen = [place for place, cell in enumerate(found) if pays(cell) and can_simulate(cell, shape, prices, slo)]
     each = partial(simulate, shape=shape, prices=prices, slo=slo)
     cells = list(found)
@@ -297,17 +297,16 @@ def confirm(
 
 
 def pays(cell: Cell) -> bool:
-    """Return whether two kinds cost less than one, by more than the closed form is off."""
+    """Return whether two kinds cost less than one by more than the closed form's error."""
     return max(cell.gain or 0.0, cell.offloading or 0.0) > PAYS
 
 
 def simulate(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> Cell:
-    """Return the cell with the simulator's rates in place of the closed form's.
+    """Return the cell with simulated rates.
 
-    The cheapest way of each side is simulated, and on one kind also those that come next, of which the cheapest is
-    kept: no gain is over a way that the closed form overrates. Sides that hold no load are left out, and prefill apart
-    where it costs more than offloading. Those that cost more than ``WORSE`` times another by the closed form keep its
-    rate.
+    Simulates the cheapest way of each side, and ``seconds`` too, of which the cheapest is kept, so that no gain is
+    compared to a way that the closed form overrates. Drops sides that keep the SLOs at no load, and prefill apart if it
+    costs more than offloading. Sides that cost more than ``WORSE`` times the cheapest keep the closed form's rate.
     """
     course = _course(cell, shape, prices, slo)
     near = _near(cell)
@@ -316,7 +315,10 @@ def simulate(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> Cell:
         name = side(one.way)
         rivals = [kept[other] for other in ((name,) if name == "alone" else ("offloaded", "apart")) if other in kept]
         most_usd = min((rival.usd_per_request for rival in rivals), default=math.inf)
-        if name in near and (trial := course.most(one, most_usd, rounds=ROUNDS, tolerance=TOLERANCE)) is not None:
+        if (
+            name in near
+            and (trial := course.highest_load(one, most_usd, rounds=ROUNDS, tolerance=TOLERANCE)) is not None
+        ):
             found = replace(one, requests_s=trial.requests_s)
             if name not in kept or found.usd_per_request < kept[name].usd_per_request:
                 kept[name] = found

@@ -1,1 +1,1 @@
-"""Which tokens run next. Pure: no clock, no sockets, no tensors."""
+"""Decides which requests and tokens run next, in which lane. Pure: no clock, no sockets, no tensors."""

@@ -1,4 +1,4 @@
-"""The rows of a lane's next step: decoding sequences, and chunks of prompts. Pure."""
+"""The sequences of one lane that provide rows of its next step: those that decode, and those with prompts. Pure."""
 
 import heapq
 import math
@@ -13,14 +13,14 @@ from lamina.schedule.policy import Rank
 class DecodeBatch:
     """The decoding sequences of a lane, and their positions.
 
-    All advance by one token a step, so that a step costs one increment of a counter. Sequences are visited one by one
+    All advance by one token a step, so that a step costs one increment of a counter. The batch visits each sequence
     only after one has joined or left. A sequence leaves by itself in the step that draws its last token.
 
-    Segments fill up: at their end, if they are closed, or ``longest`` tokens after their first one, if given.
+    A segment is full at its end or, if it has none, after ``longest`` tokens, if given.
 
     Attributes:
         steps: number of steps of the lane so far, including those without decoding sequences.
-        workers: the tokens that the next step adds to each memory worker.
+        workers: by memory worker: tokens that the next step adds.
     """
 
     def __init__(self, longest: int | None = None) -> None:
@@ -28,29 +28,29 @@ class DecodeBatch:
         self._longest = longest
         self.workers: dict[str, int] = {}
         self._owners: dict[int, Owner] = {}
-        self._joined: dict[int, int] = {}  # by sequence: its position less the steps before it joined
+        self._joined: dict[int, int] = {}  # by sequence: its position minus ``steps``, which is constant
         self._leaving: dict[int, list[int]] = {}  # by number of steps: sequences that end then
-        self._places: dict[int, str] = {}  # by sequence: the worker that takes its next token
-        self._ends: dict[int, int] = {}  # by sequence: the number of steps at which its segment is full, if ever
-        self._full: dict[int, list[int]] = {}  # by that number: the sequences; some entries are stale
+        self._places: dict[int, str] = {}  # by sequence: the worker that stores its next token
+        self._ends: dict[int, int] = {}  # by sequence: number of steps at which its segment is full
+        self._full: dict[int, list[int]] = {}  # sequences by the values of ``_ends``; some entries are stale
         self._members: dict[int, Owner] | None = {}  # None: a sequence has joined or left
         self._sequences: list[int] = []
         self._offsets: list[int] = []
-        self._resumed: set[int] = set()  # since the last step; their last token was drawn earlier
+        self._resumed: set[int] = set()  # sequences resumed since the last step, whose last token is known
 
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._owners
 
     @property
     def members(self) -> Mapping[int, Owner]:
-        """Owners by sequence, in the order of joining. The same object until a sequence joins or leaves."""
+        """Owners by sequence, in order of joining. The object stays the same until a sequence joins or leaves."""
         if self._members is None:
             self._members = self._owners.copy()
             self._sequences, self._offsets = list(self._joined), list(self._joined.values())
         return self._members
 
     def join(self, group: Group, completion: Completion, position: int) -> None:
-        """Start to decode a completion, if it has a token to draw. Its next row is at ``position``."""
+        """Start to decode a completion, whose next row is at ``position``, if it has a token left to draw."""
         rows = group.prompt_length + group.own_tokens - position
         if rows > 0:
             self._owners[completion.sequence] = group, completion
@@ -69,8 +69,8 @@ class DecodeBatch:
             self._members = None
 
     def _settle(self, completion: Completion, position: int, first: int) -> None:
-        """Send the next tokens of a sequence to the worker that holds this position. ``first``: position from which
-        ``longest`` counts."""
+        """Record the worker that stores the next tokens of a sequence: the one that holds ``position``. ``longest``
+        counts from position ``first``."""
         segment = holding(completion.segments, position)
         self._places[completion.sequence] = segment.worker
         self.workers[segment.worker] = self.workers.get(segment.worker, 0) + 1
@@ -87,24 +87,24 @@ class DecodeBatch:
             del self.workers[worker]
         self._ends.pop(sequence, None)
 
-    def turn_over(self, completion: Completion) -> None:
-        """Continue a sequence in that of its segments which holds its position."""
+    def begin_segment(self, completion: Completion) -> None:
+        """Continue a sequence in the segment that holds its position."""
         self._unsettle(completion.sequence)
         position = self.position(completion.sequence)
         self._settle(completion, position, position)  # counts from here, wherever the segment began
 
     def postpone(self, sequence: int, steps: int) -> None:
-        """Let the segment of a sequence take tokens for ``steps`` more steps."""
+        """Let the segment of a sequence grow for ``steps`` more steps."""
         self._ends[sequence] = self.steps + steps
         self._full.setdefault(self.steps + steps, []).append(sequence)
 
     def full(self) -> list[Owner]:
-        """Return the sequences whose segments are full now. The caller calls ``turn_over`` or ``postpone`` for each."""
+        """Return the sequences whose segments are full. The caller calls ``begin_segment`` or ``postpone`` for each."""
         ended = self._full.pop(self.steps, ())
         return [self._owners[one] for one in ended if self._ends.get(one) == self.steps]
 
-    def on(self, worker: str) -> list[Owner]:
-        """Return the sequences whose next tokens go to this worker, in order of arrival there."""
+    def growing_on(self, worker: str) -> list[Owner]:
+        """Return the sequences whose next tokens this worker stores, in the order in which they began to grow there."""
         return [self._owners[sequence] for sequence, place in self._places.items() if place == worker]
 
     def pause(self, sequence: int) -> int:
@@ -123,13 +123,14 @@ class DecodeBatch:
     def position(self, sequence: int) -> int:
         return self._joined[sequence] + self.steps
 
-    def let_go(self) -> None:
-        """Remove sequences whose last token is being or has been drawn. Call before using ``workers`` or ``rows``."""
+    def remove_ended(self) -> None:
+        """Remove sequences whose last token planned steps draw. Call before using ``workers`` or ``rows``."""
         for sequence in self._leaving.pop(self.steps, ()):
             self.leave(sequence)
 
     def rows(self, still_drawn: bool) -> DecodeRows:
-        """Rows of the lane's next step. ``still_drawn``: the step before is in flight, so its tokens are not known."""
+        """Return the rows of the lane's next step. ``still_drawn``: the previous step is in flight, so that its tokens
+        are not known."""
         members, steps = self.members, self.steps
         resumed, self._resumed = self._resumed, set()
         tokens = [
@@ -143,16 +144,16 @@ SMALLEST = 64  # tokens: a smaller chunk is not worth its share of a step's fixe
 
 
 class PromptBatch:
-    """Sequences with tokens of a prompt left to run, or with tokens whose KV was dropped.
+    """Sequences with tokens left to run before they draw: of a prompt, or tokens whose KV was dropped.
 
-    A part of a step's prompt budget is the first prompt's, by default half, so that each takes at most twice as long as
-    in order of arrival; the rest goes to those with fewest tokens left. So a short prompt does not wait for long ones,
-    equal ones run one after the other, and a step has at most two prompts that it does not finish: steps do not fill up
-    with small chunks.
+    A part of a step's prompt budget, by default half, goes to the first prompt, so that each prompt takes at most twice
+    as long as in order of arrival. The rest goes to the prompts with fewest tokens left. So a short prompt does not
+    wait for long ones, prompts of equal length run one after the other, and a step has at most two unfinished prompts.
     """
 
     def __init__(self, first_share: float = 0.5, rank: Callable[[Group], Rank] | None = None) -> None:
-        """``first_share``: of the first prompt. ``rank``: the smallest is first; without it, the oldest here."""
+        """``first_share`` is the first prompt's share of the budget. The first prompt has the smallest ``rank``;
+        without ``rank``, it was added first."""
         self._first_share = first_share
         self._rank = rank
         self._owners: dict[Completion, Group] = {}  # in order
@@ -169,7 +170,7 @@ class PromptBatch:
         self._note(completion)
 
     def discard(self, completion: Completion) -> None:
-        """Do not run this completion's tokens any more. Does nothing if it is not here."""
+        """Remove a completion, if it is in the batch."""
         self._owners.pop(completion, None)
 
     def clear(self) -> None:
@@ -177,7 +178,8 @@ class PromptBatch:
         self._shortest.clear()
 
     def share(self, budget: int) -> dict[Owner, int]:
-        """Tokens of each in the next step, ``budget`` in total at most. Removes those that it finishes."""
+        """Return the tokens of each sequence in the next step, at most ``budget`` in total, and remove sequences that
+        the step finishes."""
         shared: dict[Owner, int] = {}
         for one, tokens in self.split(budget).items():
             one.cached += tokens
@@ -189,8 +191,10 @@ class PromptBatch:
         return shared
 
     def lendable(self, budget: int) -> Owner | None:
-        """Return the oldest prompt of which another lane may run the next ``budget`` tokens: its own lane runs the
-        last chunk, which draws, and tokens that were generated before its KV was dropped."""
+        """Return the oldest prompt of which another lane may run the next ``budget`` tokens.
+
+        The last chunk, which draws, and tokens generated before their KV was dropped run in the prompt's own lane.
+        """
         for one, group in self._owners.items():
             if not group.forked and one.left > budget and one.cached + budget <= group.prompt_length:
                 return group, one
@@ -202,7 +206,7 @@ class PromptBatch:
         self._note(one)
 
     def split(self, budget: int) -> dict[Completion, int]:
-        """Return what ``share`` would give each. Changes nothing."""
+        """Return the result of ``share`` by completion, without changing anything."""
         if budget <= 0 or not self._owners:
             return {}
         first = next(iter(self._owners))

@@ -1,4 +1,4 @@
-"""Beam search: which continuations go on, and which are the answer. Pure."""
+"""Beam search: selects which continuations are computed further and which are the answers. Pure."""
 
 import collections
 import heapq
@@ -17,14 +17,18 @@ from lamina.schedule.dealing import Readiness
 from lamina.schedule.lane import Lane, Residents
 
 Choice = list[tuple[int, int]]
-"""For every place among a request's beams, the place of the beam that continues there and the token it continues with.
-A beam that goes on does so at its own place."""
+"""For every place among a request's beams: the place of the beam that continues there, and its next token. A beam that
+continues only once stays at its own place."""
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A finished answer. ``score``: the sum of its tokens' log-probabilities over its length to the power of the length
-    penalty. ``ended``: by its last token, not by its length."""
+    """A finished answer.
+
+    Attributes:
+        score: sum of the tokens' log-probabilities over the length to the power of the length penalty.
+        ended: True if its last token ended it, False if ``max_tokens`` did.
+    """
 
     score: float
     token_ids: list[int]
@@ -33,16 +37,16 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Beam ``place`` continued with ``token``: ``score`` is the sum of its log-probabilities."""
+    """Beam ``place`` continued with ``token``."""
 
-    score: float
+    score: float  # sum of its log-probabilities
     place: int
     token: int
-    hits: bool  # nothing may follow
+    hits: bool  # True if it is finished
 
 
 def check_beams(params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-    """Raises RequestError if a model with so many tokens cannot continue as many beams as a request has."""
+    """Raise RequestError if a request has more beams than the vocabulary has tokens that continue them."""
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
     left = vocab_size - sum(token < vocab_size for token in ends)
     if params.use_beam_search and params.n > left:
@@ -56,32 +60,32 @@ class BeamSearch:
     """The beams of one request.
 
     Attributes:
-        hypotheses: the finished answers, the best first: ``n`` once the search is done.
-        done: no continuation can change the hypotheses.
+        hypotheses: the finished answers, best first: ``n`` once the search is done.
+        done: True once no continuation can change the hypotheses.
     """
 
     def __init__(self, params: SamplingParams, max_tokens: int, ends: Collection[int]) -> None:
-        """``max_tokens``: of one answer; ``ends``: tokens that end one."""
+        """``max_tokens`` is that of one answer; ``ends`` are the tokens that end an answer."""
         self._beams = params.n
         self._length_penalty = params.length_penalty
         self._early_stopping = params.early_stopping
         self._max_tokens = max_tokens
         self._ends = frozenset(ends)
-        self._scores = [0.0]  # of the beams, by place; at first all are the same, and one is enough
+        self._scores = [0.0]  # of the beams, by place; a single one as long as all are equal
         self._tokens: list[list[int]] = [[]]
         self.hypotheses: list[Hypothesis] = []
         self.done = False
 
     @property
     def places(self) -> int:
-        """The beams of which ``advance`` needs the continuations."""
+        """Number of beams of which ``advance`` needs the continuations."""
         return len(self._scores)
 
     def advance(self, continuations: Sequence[Sequence[Logprob]]) -> Choice | None:
         """Continue every beam by a token; None if the search is done.
 
-        ``continuations``: of every place, the ``n`` most likely tokens of all and the ``n`` most likely of those that
-        end nothing, with their log-probabilities.
+        ``continuations`` has, for every place, the ``n`` most likely tokens, and the ``n`` most likely tokens that do
+        not end an answer.
         """
         length = len(self._tokens[0]) + 1
         last = length == self._max_tokens
@@ -94,7 +98,7 @@ class BeamSearch:
         self._finish([one for one in candidates[: self._beams] if one.hits], length)
         running = list(itertools.islice((one for one in candidates if not one.hits), self._beams))
         self.done = last or self._is_done(running[0].score, length)
-        return None if self.done else self._go_on(running)
+        return None if self.done else self._place_running(running)
 
     def _finish(self, finished: Sequence[_Candidate], length: int) -> None:
         """Keep the best of the hypotheses and of these candidates, which have ``length`` tokens."""
@@ -115,8 +119,8 @@ class BeamSearch:
         norm = math.pow(self._max_tokens if longest else length, self._length_penalty)
         return best / norm <= self.hypotheses[-1].score
 
-    def _go_on(self, running: Sequence[_Candidate]) -> Choice:
-        """Give each its place: a beam's best continuation takes the beam's own, so that fewest sequences are forked."""
+    def _place_running(self, running: Sequence[_Candidate]) -> Choice:
+        """Give each candidate a place. A beam's best continuation gets the beam's place, to fork fewest sequences."""
         chosen: dict[int, _Candidate] = {}
         others: list[_Candidate] = []
         equal = self.places < self._beams  # the beams have the same tokens so far
@@ -134,8 +138,7 @@ class BeamSearch:
 
 
 def continued(tokens: Sequence[list[int]], choice: Choice) -> list[list[int]]:
-    """Return the tokens of every place after a choice, given those before; the list of a beam that goes on is
-    extended."""
+    """Return the tokens of every place after a choice. The list of a beam that keeps its place is extended."""
     lists = [tokens[parent] if parent == place else list(tokens[parent]) for place, (parent, _) in enumerate(choice)]
     for own, (_, token) in zip(lists, choice, strict=True):
         own.append(token)
@@ -144,7 +147,7 @@ def continued(tokens: Sequence[list[int]], choice: Choice) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Changes:
-    """What the next plan says of beams. ``preempted``: requests whose beams have no room to continue."""
+    """Changes for the next plan. ``preempted`` are requests whose beams have no slots to continue."""
 
     forks: list[Fork] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
@@ -153,7 +156,7 @@ class Changes:
 
 
 class Beams:
-    """Lets the beams of lanes take part in steps."""
+    """Forks and releases the sequences of beams as they are chosen, and adds chosen beams to the next step."""
 
     def __init__(
         self,
@@ -163,7 +166,7 @@ class Beams:
         lanes: Sequence[Lane],
         ready: Readiness,
     ) -> None:
-        """``sequences``: numbers of new sequences. ``lanes``: all of them, also those added later."""
+        """``sequences`` yields numbers of new sequences. ``lanes`` is extended when lanes are added."""
         self._placement = placement
         self._residents = residents
         self._sequences = sequences
@@ -171,17 +174,17 @@ class Beams:
         self._ready = ready
 
     def choose(self, group: Group, choice: Choice) -> None:
-        """Let the beams of a request continue as chosen, with the next plan of their lane."""
+        """Let the next plan of a request's lane apply ``choice``."""
         group.choice = choice
         self._lanes[group.lane].chosen[group] = None
         self._ready.note_change(group.lane)
 
     def join_step(self, lane: Lane) -> Changes:
-        """Let those beams of the lane take part in the step that is being planned that know their next token.
+        """Add the beams of the lane whose next token is known to the step that is being planned.
 
-        Sequences that have drawn their last token leave first.
+        Removes sequences that have drawn their last token first.
         """
-        lane.decoding.let_go()
+        lane.decoding.remove_ended()
         lane.rest()
         changes = Changes()
         chosen, lane.chosen = lane.chosen, {}
@@ -190,12 +193,12 @@ class Beams:
                 self._follow(group, group.choice, changes, lane)
         lane.stepping = [completion.sequence for completion in lane.due]
         for completion, group in lane.due.items():
-            lane.decoding.resume(group, completion, group.kept(completion))
+            lane.decoding.resume(group, completion, group.stored_tokens(completion))
         return changes
 
     def _follow(self, group: Group, choice: Choice, changes: Changes, lane: Lane) -> None:
-        """Let the beams of a request continue as chosen. If their workers have no room, the request is preempted."""
-        position = group.kept(group.completions[0])
+        """Apply the choice of a request. If its workers lack slots, the request is preempted instead."""
+        position = group.stored_tokens(group.completions[0])
         numbers = [
             one.sequence if parent == place else next(self._sequences)
             for place, (one, (parent, _)) in enumerate(zip(group.completions, choice, strict=True))
@@ -212,7 +215,7 @@ class Beams:
         changes.forks.extend(Fork(parent, number, position) for parent, number in forks if parent != number)
         tokens = continued([one.generated for one in group.completions], choice)
         for one, number, where, generated in zip(group.completions, numbers, segments, tokens, strict=True):
-            self._placement.go_on(one.worker, where[-1].worker)
+            self._placement.continue_on(one.worker, where[-1].worker)
             if one.sequence != number:
                 changes.released.append(one.sequence)
                 changes.admitted.append(_admission(group, one, number, where))
@@ -222,14 +225,14 @@ class Beams:
         self._residents.update(group)
 
     def _reserve(self, group: Group, segments: list[list[Segment]]) -> bool:
-        """Reserve slots where beams have these segments. False, and nothing changes, if a worker has too few."""
+        """Reserve slots for beams with these segments. If a worker has too few, change nothing and return False."""
         change = collections.Counter[str]()
         for one, after in zip(group.completions, segments, strict=True):
             change.update(by_worker(after, group.base, group.base + one.own))
             change.subtract(group.slots(one, one.own))
         if not self._placement.fits(change):
             return False
-        for worker, tokens in sorted(change.items(), key=lambda one: one[1]):  # first those that come back
+        for worker, tokens in sorted(change.items(), key=lambda one: one[1]):  # release before reserving
             if tokens > 0:
                 self._placement.reserve_on(worker, tokens)
             else:
@@ -239,6 +242,5 @@ class Beams:
 
 
 def _admission(group: Group, completion: Completion, sequence: int, segments: list[Segment]) -> Admission:
-    """Return what workers are told of a new beam."""
     request, segments = group.request, group.expand(segments)
     return Admission(sequence, 1, group.prompt_length, segments, request.params, request.seed, [], [completion.index])

@@ -1,4 +1,4 @@
-"""The lane of each request: dealt out, dealt out again, handed over or lent; and which lanes to plan for. Pure."""
+"""Assigns requests to lanes (*deals* them), and moves them between lanes; selects the lanes to plan for. Pure."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,54 +13,60 @@ from lamina.schedule.limits import Limits
 
 
 class Readiness:
-    """Every lane is in one of these states: it may have something to plan, it has as many steps in flight as the driver
-    allows, or it had nothing to plan last time and rests."""
+    """Selects the lanes to plan for.
+
+    Every lane is in one of three states: changed (it may have something to plan), ahead (it has as many steps in flight
+    as allowed), or resting (it had nothing to plan last time).
+    """
 
     def __init__(self, lanes: int) -> None:
-        """All may have something to plan."""
         self._lanes = lanes
         self._changed = set(range(lanes))
         self._ahead = set[int]()
         self._resting = set[int]()
 
     def extend(self, lanes: int) -> None:
-        """There are ``lanes`` now; the new ones rest."""
+        """Add resting lanes, up to ``lanes`` in all."""
         self._resting.update(range(self._lanes, lanes))
         self._lanes = max(self._lanes, lanes)
 
     def wake(self) -> None:
-        """Any lane may have something to plan, unless enough of its steps are in flight."""
+        """Mark all resting lanes as changed."""
         self._changed |= self._resting
         self._resting.clear()
 
     def restart(self) -> None:
-        """Any lane may have something to plan: none has a step in flight."""
+        """Mark all lanes as changed, while none has a step in flight."""
         self._changed, self._ahead, self._resting = set(range(self._lanes)), set(), set()
 
     def note_change(self, lane: int) -> None:
-        """This lane may have something to plan."""
+        """Record that a lane may have something to plan."""
         self._changed.add(lane)
         self._resting.discard(lane)
 
     def note_completed(self, lane: int) -> None:
-        """A step of this lane is not in flight any more."""
+        """Record that a step of a lane has completed."""
         self._ahead.discard(lane)
         self.note_change(lane)
 
     def note_ahead(self, lane: int) -> None:
-        """Note that this lane has as many steps in flight as allowed."""
+        """Record that a lane has as many steps in flight as allowed."""
         self._ahead.add(lane)
         self._changed.discard(lane)
         self._resting.discard(lane)
 
     def note_nothing(self, lane: int) -> None:
-        """This lane had nothing to plan."""
+        """Record that a lane had nothing to plan."""
         self._changed.discard(lane)
         self._resting.add(lane)
 
     def candidates(self, moving: bool, dealing: bool) -> set[int]:
-        """Return the lanes to plan for. ``moving``: all requests are about to be dealt out again; ``dealing``: some
-        wait."""
+        """Return the lanes to plan for.
+
+        Args:
+            moving: True if all requests are about to be dealt out again.
+            dealing: True if waiting requests may be admitted.
+        """
         if moving:
             return set(range(self._lanes)) - self._ahead
         if dealing and self._resting:  # the first lane planned deals to all of them
@@ -69,11 +75,12 @@ class Readiness:
 
 
 class Dealer:
-    """Gives each request its lane.
+    """Assigns each request its lane.
 
     Attributes:
         active: Number of lanes in use.
-        seats: Seats of requests in them.
+        handovers: Requests that went from a lane for prompts to one that decodes.
+        seats: Numbers of sequences by lane and by client.
     """
 
     def __init__(
@@ -87,8 +94,9 @@ class Dealer:
         ready: Readiness,
         role: Callable[[int], LaneRole],
     ) -> None:
-        """Use all lanes at first. ``lanes``: all of them, also those added later. ``role``: what each lane runs."""
+        """Use all lanes at first. ``lanes`` is extended when lanes are added. ``role`` returns the role of a lane."""
         self.active = len(lanes)
+        self.handovers = 0
         self.seats = Seats(self.active, role)
         self._rows = limits.max_num_batched_tokens
         self._placement = placement
@@ -99,17 +107,17 @@ class Dealer:
         self._ready = ready
 
     def use_lanes(self, active: int) -> None:
-        """Use the first ``active`` lanes. The caller has all requests dealt out again."""
+        """Use the first ``active`` lanes. The caller must call ``deal_again`` before the next plan."""
         self.active = active
 
     def rows_left(self, lane: int) -> int:
-        """Return the rows of a step of this lane that sequences do not need once all of them decode."""
+        """Return the rows of a step of a lane that are left for prompts when all its sequences decode."""
         return self._rows - (self.seats.taken[lane] if lane < self.active else 0)
 
     def deal(self) -> None:
         """Deal waiting requests, always to the emptiest lane, as many prompts as its next step can run.
 
-        Other lanes than the one being planned admit theirs with their next plan.
+        Each lane admits its requests with its next plan.
         """
         for group in self._admissions.deal(self.seats, lambda lane: self._lanes[lane].allowance > 0):
             own = self._lanes[group.lane]
@@ -119,7 +127,7 @@ class Dealer:
             self._ready.note_change(group.lane)
 
     def undo_deal(self, group: Group) -> None:
-        """Undo ``deal`` for a request that no worker knows of yet."""
+        """Undo ``deal`` for a request that no plan has admitted yet."""
         own = self._lanes[group.lane]
         del own.dealt[group], own.running[group]
         own.allowance += group.to_run
@@ -130,14 +138,14 @@ class Dealer:
         for completion in group.completions:
             self._placement.remove_growing(completion.worker, 1)
         self._prefixes.on_request_end(group)
-        self._prefixes.let_go(group)
+        self._prefixes.release_request(group)
         group.share(0)
         self._residents.forget_request(group)
         self._admissions.note_freed()
         group.lane = -1
 
     def admit(self, lane: Lane) -> list[Admission]:
-        """Admit the requests dealt to the lane: the plan that is being made tells the workers."""
+        """Return the admissions of the requests dealt to a lane, for the plan that is being made."""
         admitted = [group.admission for group in lane.dealt]
         for group in lane.dealt:
             self._prefixes.admit(group)
@@ -146,8 +154,10 @@ class Dealer:
         return admitted
 
     def deal_again(self, role: Callable[[int], LaneRole], may_run: Callable[[Group], bool]) -> None:
-        """Deal all requests out again, those with most sequences first. No step is in flight. Those that may not run
-        keep their KV."""
+        """Deal all requests out again, those with most sequences first, while no step is in flight.
+
+        Requests that ``may_run`` excludes keep their KV, but do not run.
+        """
         lanes = self._lanes
         self.seats = Seats(self.active, role)
         groups = sorted((group for own in lanes for group in own.running), key=lambda group: -len(group.completions))
@@ -163,7 +173,7 @@ class Dealer:
             own.take_over(group, group in dealt, not may_run(group))
             if group in prompts_run:
                 own.prompts_run.append(group)
-        for owner in ending:  # a request's lane releases the sequence that it may still fork from
+        for owner in ending:  # released by the lane of its request, which may still fork from it
             lanes[owner[0].lane].ending.append(owner)
         self._ready.restart()
         self._admissions.note_freed()
@@ -171,7 +181,7 @@ class Dealer:
             own.allowance = self.rows_left(own.number)
 
     def _lane_again(self, group: Group) -> int:
-        """Return the emptiest lane that reaches the KV of a request."""
+        """Return the emptiest lane that can attend to the KV of a request."""
         emptiest = self.seats.emptiest_to_decode if group.searches or group.forked else self.seats.emptiest
         beyond = self._placement.beyond
         if not beyond(emptiest):
@@ -184,7 +194,7 @@ class Dealer:
         self._prefixes.keep_computed(lane.number, lane.prompts_computed(), lambda one: ran(self._lanes, one))
 
     def hand_over(self) -> None:
-        """Let requests whose prompts have been computed in lanes for prompts decode in other lanes."""
+        """Move requests whose prompts have been computed from prefill lanes to lanes that decode."""
         for own in self._lanes[: self.active]:
             if own.role != "prefill" or not own.prompted:
                 continue
@@ -197,6 +207,7 @@ class Dealer:
                 self._lanes[lane].ending += [owner for owner in own.ending if owner[0] is group]
                 own.ending = [owner for owner in own.ending if owner[0] is not group]
                 self._lanes[lane].continue_request(group, first)
+                self.handovers += 1
                 self._ready.note_change(lane)
                 self._admissions.note_freed()
 
@@ -204,10 +215,11 @@ class Dealer:
         return group.seats <= self.rows_left(self.seats.emptiest_to_decode)
 
     def borrow(self, lane: Lane, chunks: list[SequenceStep]) -> Group | None:
-        """Let a lane without requests run a chunk of another lane's prompt, and wake such lanes if this one has chunks
-        to lend. Returns the request whose chunk has been added to ``chunks``.
+        """Let a lane without requests run a chunk of another lane's prompt. A lane that has chunks to lend wakes such
+        lanes.
 
-        Local memory would attend to a chunk before the chunks of other lanes are stored.
+        Returns the request whose chunk was added to ``chunks``; None if there is none. Nothing is lent with local
+        memory, which would attend to a chunk before earlier chunks of other lanes are stored.
         """
         if self.active == 1 or self._placement.local or lane.role == "decode":
             return None

@@ -1,4 +1,4 @@
-"""The requests of one lane: what its next step runs, and what an epoch's end leaves of it. Pure."""
+"""State of one lane: its requests, its steps in flight, the rows of its next step. Pure."""
 
 import collections
 import itertools
@@ -21,9 +21,9 @@ class Planned:
     """A step in flight, with the owners of its rows.
 
     Attributes:
-        decoding: of sequences that decode.
-        prompted: of sequences that chunks draw for.
-        borrowed: the request of another lane whose chunk it runs.
+        decoding: owners of the sequences that decode.
+        prompted: owners of the sequences for which chunks draw.
+        borrowed: the request of another lane of which the step runs a chunk.
     """
 
     plan: StepPlan
@@ -32,8 +32,7 @@ class Planned:
     borrowed: Group | None = None
 
     def drawn(self, members: Mapping[int, Owner]) -> Mapping[int, Owner]:
-        """Return the completions that draw a token and continue, by sequence. ``members``: the sequences that decode in
-        the lane now."""
+        """Return the completions that draw a token and continue, by sequence. ``members`` decode in the lane now."""
         if not self.prompted and self.decoding is members:
             return self.decoding
         drawn = {**self.decoding, **self.prompted}
@@ -42,39 +41,36 @@ class Planned:
 
 @dataclass(eq=False, slots=True)
 class Lane:
-    """The requests of one lane, by what they do; dicts are ordered sets.
+    """The requests of one lane, by state. Dicts are ordered sets."""
 
-    ``longest``: most tokens of a segment that decodes, if that is bounded. ``pace`` bounds the time of steps.
-    """
-
-    longest: int | None = None
+    longest: int | None = None  # most tokens of the segment of a decoding sequence; None: no limit
     number: int = 0
-    pace: Pace | None = None
+    pace: Pace | None = None  # bounds the time of steps
     role: LaneRole = "both"
     running: dict[Group, None] = field(default_factory=dict)  # all requests
-    dealt: dict[Group, None] = field(default_factory=dict)  # not admitted by a plan yet
-    allowance: int = 0  # tokens of prompts that may still be dealt to it before its next plan
-    prompts: PromptBatch = field(default_factory=PromptBatch)  # ordered by the policy
-    prompted: list[Owner] = field(default_factory=list)  # the last plan ran all tokens that they had
-    received: dict[Group, None] = field(default_factory=dict)  # of ``prompted``: another lane ran their prompts
-    prompts_run: list[Group] = field(default_factory=list)  # planned steps run their prompts to the end
+    dealt: dict[Group, None] = field(default_factory=dict)  # requests that no plan has admitted yet
+    allowance: int = 0  # prompt tokens that may still be dealt to the lane before its next plan
+    prompts: PromptBatch = field(default_factory=PromptBatch)
+    prompted: list[Owner] = field(default_factory=list)  # the last plan ran all tokens before their next draw
+    received: dict[Group, None] = field(default_factory=dict)  # requests in ``prompted`` from prefill lanes
+    prompts_run: list[Group] = field(default_factory=list)  # requests whose prompts planned steps complete
     decoding: DecodeBatch = field(init=False)
-    finished: list[Owner] = field(default_factory=list)  # steps in flight still run them
-    ending: list[Owner] = field(default_factory=list)
+    finished: list[Owner] = field(default_factory=list)  # ended, but steps in flight still run them
+    ending: list[Owner] = field(default_factory=list)  # ended and retired, but not released yet
     in_flight: collections.deque[Planned] = field(default_factory=collections.deque)
-    completed: int = 0  # of the steps that ``decoding`` counts
-    turn: int = 0
+    completed: int = 0  # number of completed steps; ``decoding.steps`` counts planned ones
+    turn: int = 0  # attentions of the lane's planned steps
     histories: dict[int, list[int]] = field(default_factory=dict)  # for the next plan
-    grown: list[Segment] = field(default_factory=list)  # the same
-    chosen: dict[Group, None] = field(default_factory=dict)  # beam searches whose choice no plan has followed yet
-    due: dict[Completion, Group] = field(default_factory=dict)  # beams that know their next token and have not run it
-    stepping: list[int] = field(default_factory=list)  # beams that the last plan let decode
+    grown: list[Segment] = field(default_factory=list)  # for the next plan
+    chosen: dict[Group, None] = field(default_factory=dict)  # beam searches with a choice to apply
+    due: dict[Completion, Group] = field(default_factory=dict)  # beams whose next token is known and has not run
+    stepping: list[int] = field(default_factory=list)  # beams that the last plan decodes
 
     def __post_init__(self) -> None:
         self.decoding = DecodeBatch(self.longest)
 
     def pop_step(self, step: int | None) -> Planned:
-        """Remove a step that has completed from those in flight. None: the oldest."""
+        """Remove and return a completed step; None: the oldest in flight."""
         planned = self.in_flight[0]
         if step is not None and planned.plan.step != step:
             planned = next(one for one in self.in_flight if one.plan.step == step)
@@ -84,7 +80,8 @@ class Lane:
         return planned
 
     def rows(self, most: int) -> tuple[DecodeRows, list[SequenceStep], dict[int, Owner]]:
-        """Return what the next step runs, at most ``most`` rows, and the owners of what its chunks draw."""
+        """Return the decoding rows and chunks of the next step, at most ``most`` rows, and the owners of the tokens
+        that chunks draw."""
         rows = self.decoding.rows(still_drawn=self.completed < self.decoding.steps)
         self.due.clear()
         budget = most - len(rows.sequences)
@@ -93,8 +90,10 @@ class Lane:
         return rows, *self._chunks(budget)
 
     def forks(self) -> list[Fork]:
-        """Sequences that have run all tokens that they had start to decode; prompts are shared first. In a lane for
-        prompts, they wait for ``pop_computed``."""
+        """Let sequences in ``prompted`` decode. Returns the forks of completions that share a prompt.
+
+        In a prefill lane, they wait for ``pop_computed`` instead.
+        """
         forks = []
         for group, first in self.prompted if self.role != "prefill" else ():
             starting = [first]
@@ -104,14 +103,14 @@ class Lane:
                     fork = Fork(first.sequence, child.sequence, group.prompt_length)
                     forks.append(fork)
                     further = child.segments[len(forked(first.segments, fork.child, fork.tokens)) :]
-                    # Each ends where the next one takes over.
+                    # Each of them ends where the next begins.
                     self.grown += [replace(segment, tokens=(segment.tokens[0], None)) for segment in further]
             for completion in starting:
                 if completion.finished:
                     continue
                 if completion.left:
                     self.prompts.add(group, completion)
-                elif group in self.received:  # its last token was drawn elsewhere, and is known
+                elif group in self.received:  # a prefill lane drew its last token, which is known
                     self.decoding.resume(group, completion, completion.goal)
                 elif not group.searches:
                     self.decoding.join(group, completion, completion.goal)
@@ -147,7 +146,7 @@ class Lane:
         self.prompted.append((group, first))
 
     def prompts_computed(self) -> list[Group]:
-        """Requests whose prompts have been computed since the last call: their steps have completed."""
+        """Return the requests whose prompts have been computed since the last call."""
         computed = [group for group in self.prompts_run if self.completed >= group.until]
         if computed:
             self.prompts_run = [group for group in self.prompts_run if self.completed < group.until]
@@ -169,8 +168,8 @@ class Lane:
         return chunks, drawing
 
     def borrow(self, lenders: Iterable["Lane"], most: int) -> tuple[SequenceStep, Group] | None:
-        """Return the next chunk of a prompt of another lane, at most ``most`` tokens, and its request; None without
-        one. It is run at the same time as the prompt's chunks before it, one attention behind."""
+        """Return the next chunk of a prompt of another lane, at most ``most`` tokens, and its request; None if there is
+        none. The chunk runs one attention behind the prompt's chunk before it."""
         for lender in lenders:
             budget = most
             if self.pace is not None and lender.prompts:
@@ -183,7 +182,7 @@ class Lane:
         return None
 
     def held(self, group: Group) -> dict[str, int]:
-        """KV tokens that are reserved for a request, by memory worker; without those that it shares with others."""
+        """Return, by memory worker, the slots reserved for a request, without those of shared prefixes."""
         held, alone = collections.Counter[str](), True
         for one in group.completions:
             if not one.released:
@@ -192,22 +191,22 @@ class Lane:
         return dict(held)
 
     def _reserved(self, group: Group, completion: Completion) -> int:
-        """KV tokens that are reserved for a completion alone."""
+        """Return the number of slots reserved for a completion alone."""
         if completion.sequence in self.decoding:
             return self.decoding.position(completion.sequence) - group.base
         return completion.own
 
     def is_settled(self, group: Group) -> bool:
-        """True if the prompt of a request has been computed and given to its completions, and to the prefix cache."""
+        """True if the prompt has been computed, forked to all completions, and added to the prefix cache."""
         return (
             group.forked and self.completed >= group.until and group not in self.dealt and group not in self.prompts_run
         )
 
     def exist(self, group: Group, completion: Completion) -> int:
-        """Tokens of a completion that decodes whose KV exists; 0 if it does not decode."""
+        """Return the number of tokens of a decoding completion whose KV is stored; 0 if it does not decode."""
         if completion.sequence not in self.decoding:
             return 0
-        planned = self.decoding.steps - self.completed  # a sequence that resumed since may not run in all of them
+        planned = self.decoding.steps - self.completed  # a resumed sequence may run in fewer
         return max(self.decoding.position(completion.sequence) - planned, completion.goal)
 
     def retire(self) -> list[Group]:
@@ -226,7 +225,7 @@ class Lane:
         return [group for group, _ in retired]
 
     def remove_completion(self, group: Group, completion: Completion) -> None:
-        """Run a completion, which has ended, in no step that is planned from now on."""
+        """Remove an ended completion from all steps planned from now on."""
         self.decoding.leave(completion.sequence)
         self.prompts.discard(completion)
         self.histories.pop(completion.sequence, None)
@@ -235,14 +234,14 @@ class Lane:
         self.finished.append((group, completion))
 
     def rest(self) -> None:
-        """Pause the beams that the last plan let decode: their next tokens are not known yet."""
+        """Pause the beams that the last plan decodes, until their next tokens are chosen."""
         for sequence in self.stepping:
             if sequence in self.decoding:
                 self.decoding.pause(sequence)
         self.stepping.clear()
 
     def clear(self) -> None:
-        """Give up all requests, to be dealt out again. No step is in flight."""
+        """Remove all requests, which are dealt out again, while no step is in flight."""
         self.rest()
         for content in (
             self.dealt,
@@ -260,8 +259,12 @@ class Lane:
         self.decoding, self.completed = DecodeBatch(self.longest), 0
 
     def take_over(self, group: Group, dealt: bool, held: bool) -> None:
-        """Go on with a request that another lane may have had. ``dealt``: no worker knows it yet; ``held``: it may not
-        run before requests are dealt out again."""
+        """Continue a request that may have run in another lane.
+
+        Args:
+            dealt: True if no plan has admitted the request yet.
+            held: True if the request must not run before requests are dealt out again.
+        """
         self.running[group] = None
         for completion in group.completions:  # steps are counted from 0 again
             completion.until = 0
@@ -280,19 +283,16 @@ class Lane:
                 if group.choice is None and not completion.answered:
                     self.due[completion] = group
             elif group.forked:
-                self.decoding.join(group, completion, group.kept(completion))
+                self.decoding.join(group, completion, group.stored_tokens(completion))
             else:
                 self.prompted.append((group, completion))
 
     def withdraw(self, owners: Mapping[int, Owner]) -> None:
-        """Steps in flight count as never planned, and all that waited for them to complete as waiting no more.
-
-        ``owners``: of the sequences of all lanes.
-        """
+        """Undo the plans of steps in flight, at the end of an epoch. ``owners`` has the sequences of all lanes."""
         for chunk in (chunk for planned in reversed(self.in_flight) for chunk in planned.plan.chunks):
             group, completion = owners[chunk.sequence]
             group.lent = 0
-            if chunk.start < completion.cached:  # else an earlier chunk of it has been withdrawn, in another lane
+            if chunk.start < completion.cached:  # else an earlier chunk was undone, in another lane
                 group.withdraw(completion, chunk.start)
         self.in_flight.clear()
         self.completed = self.decoding.steps
@@ -303,23 +303,25 @@ class Lane:
         return not all(group.is_forked_from(completion) for group, completion in self.ending)
 
     def take_ended(self) -> list[Owner]:
-        """Remove and return what has ended, without those that other completions will be forked from."""
+        """Remove and return retired completions, without those from which others will still be forked."""
         ended = [(group, completion) for group, completion in self.ending if not group.is_forked_from(completion)]
         self.ending = [owner for owner in self.ending if owner not in ended]
         return ended
 
     def strike(self, lost: Collection[str]) -> list[Owner]:
-        """Remove and return what has ended, and waits to be released, of requests with KV on ``lost`` workers."""
+        """Remove and return the retired completions of requests with KV on ``lost`` workers."""
         struck = [owner for owner in self.ending if not owner[0].workers.isdisjoint(lost)]
         self.ending = [owner for owner in self.ending if owner not in struck]
         return struck
 
     def shrink(self, placement: Placement) -> None:
-        """Release the slots that steps in flight would have filled."""
+        """Release the slots that undone steps would have filled."""
         for group in self.running:
             for completion in group.alive:
                 reserved = group.slots(completion, self._reserved(group, completion))
-                completion.own = max(group.kept(completion), group.prompt_length + completion.known) - group.base
+                completion.own = (
+                    max(group.stored_tokens(completion), group.prompt_length + completion.known) - group.base
+                )
                 kept = group.slots(completion, completion.own)
                 for worker, tokens in reserved.items():
                     placement.will_release(worker, tokens - kept.get(worker, 0))
@@ -327,7 +329,7 @@ class Lane:
 
 
 def _chunk(group: Group, completion: Completion, tokens: int, draws: list[int]) -> SequenceStep:
-    """Return the last ``tokens`` of those that planned steps of a completion run."""
+    """Return the chunk with the last ``tokens`` tokens of a completion that are in planned steps."""
     start = completion.cached - tokens
     return SequenceStep(completion.sequence, start, group.known_tokens(completion, start, completion.cached), draws)
 
@@ -341,14 +343,14 @@ def ran(lanes: Iterable[Lane], completion: Completion) -> int:
 
 @dataclass(frozen=True)
 class Remains:
-    """What memory workers keep of the requests. Compute workers keep nothing.
+    """What the end of an epoch leaves of the requests. Compute workers keep nothing.
 
     Attributes:
-        kept: by memory worker and sequence: tokens whose KV steps have completed. All other KV is forgotten.
-        dropped: requests that have lost their KV.
-        recomputed: tokens of these that are computed again.
-        on_trial: workers died while they ran requests that were tried again after an earlier death.
-        poison: the request that makes workers die, if this loss proves one.
+        kept: by memory worker and sequence: tokens whose steps have completed. All other KV is dropped.
+        dropped: number of requests that have lost their KV.
+        recomputed: number of tokens that are computed again for these requests.
+        on_trial: True if workers died while they ran requests that were retried after an earlier death.
+        poison: the request that makes workers die, if this loss proves it.
     """
 
     kept: dict[str, dict[int, int]]
@@ -359,13 +361,13 @@ class Remains:
 
 
 def kept(lanes: Sequence[Lane], prefixes: PrefixCache, workers: Iterable[str]) -> dict[str, dict[int, int]]:
-    """By memory worker and sequence: the tokens that stay when no step is in flight."""
+    """Return ``Remains.kept`` for the present state, in which no step is in flight."""
     kept: dict[str, dict[int, int]] = {worker: {} for worker in workers}
     for group in (group for own in lanes for group in own.running if group not in own.dealt):
         completions = group.alive if group.forked else group.completions[:1]
         for completion in completions:
             for segment in completion.segments:
-                kept[segment.worker][completion.sequence] = group.kept(completion)
+                kept[segment.worker][completion.sequence] = group.stored_tokens(completion)
     for group, completion in itertools.chain.from_iterable(own.ending for own in lanes):
         if length := prefixes.keepable(group, completion):
             for segment in completion.segments:
@@ -399,7 +401,7 @@ class Residents:
             del self._groups[worker][group]
 
     def on_places_changed(self) -> None:
-        """Adapt to the places of the placement. No live request may be on another one."""
+        """Adapt to the places of the placement. No live request may have KV on a removed place."""
         self._groups = {worker: self._groups.get(worker, {}) for worker in self._placement.capacities}
         self._workers = {group: workers & self._groups.keys() for group, workers in self._workers.items()}
 
@@ -413,7 +415,7 @@ class Residents:
         return holders
 
     def is_empty(self, worker: str) -> bool:
-        """Return whether nothing is on a worker, or on its way there."""
+        """Return whether no KV is on a worker or reserved there."""
         return not any(
             self._groups[place] or self._placement.idle[place] or self._placement.reserved[place]
             for place in self._placement.touching([worker])

@@ -1,4 +1,4 @@
-"""How many lanes to use, and in which order: predicts each arrangement's speed from measured steps. Pure."""
+"""Chooses how many lanes to use, and their order, by predicting each arrangement's speed from measured steps. Pure."""
 
 import bisect
 import math
@@ -10,10 +10,10 @@ FORGET = 0.98  # weight of earlier measurements, per step
 CONSTANT = 0.2  # share of a wait that does not grow with its rows
 LEARN = 0.2  # weight of a step in the mean for its number of rows
 WORTH = 1.04  # the arrangement changes if another is predicted this many times as fast, twice in a row
-STALE = 0.8  # waits are forgotten once those seen are shorter than this share of them
+STALE = 0.8  # learned waits are dropped once measured waits are shorter than this share of them
 SATURATED = 0.9  # replicas busy for this share of the time count as never idle
-ROTATION = 0.6  # share of the loss by unequal steps that remains if steps are equal: first and last slices are longer
-STEPS_BETWEEN_LOOKS = 8  # at least, of each lane in use
+ROTATION = 0.6  # share of the loss by unequal steps that rotation has anyway, as first and last slices are longer
+STEPS_BETWEEN_LOOKS = 8  # least steps of each lane between two evaluations
 
 
 def chooser(pipeline: Pipeline) -> "LaneChooser | None":
@@ -22,7 +22,7 @@ def chooser(pipeline: Pipeline) -> "LaneChooser | None":
 
 
 class _Waits:
-    """Seconds by rows: proportional to rows, except for a constant share that messages take at any size."""
+    """Mean wait in seconds by rows: proportional to rows, except for a constant share for messages of any size."""
 
     def __init__(self) -> None:
         self._weight = self._rows = self._seconds = 0.0
@@ -42,8 +42,9 @@ class _Waits:
 
 
 class StepTable:
-    """Seconds by rows: recent means at numbers of rows sqrt(2) apart, with linear interpolation and extrapolation. One
-    line would not do: weights are read once, whatever the rows, until arithmetic takes longer."""
+    """Seconds of a step by rows: recent means at numbers of rows sqrt(2) apart, with linear interpolation.
+
+    A single line does not fit: reading the weights takes constant time, until arithmetic takes longer."""
 
     def __init__(self) -> None:
         self._means: dict[int, tuple[float, float]] = {}  # rows and seconds
@@ -54,7 +55,7 @@ class StepTable:
         self._means[place] = known[0] + LEARN * (rows - known[0]), known[1] + LEARN * (seconds - known[1])
 
     def at(self, rows: float) -> float:
-        """Return the seconds of so many rows, 1 if none were measured. Neither slope nor constant is below zero."""
+        """Return the seconds of ``rows`` rows; 1 if nothing was measured. Slope and constant are never negative."""
         points = sorted(self._means.values()) or [(1, 1.0)]
         above = min(max(bisect.bisect(points, (rows, 0.0)), 1), len(points) - 1)
         x, y = points[above - 1] if above else points[0]
@@ -68,32 +69,38 @@ class LaneChooser:
 
     A lane alternates between a replica, where a step of b rows takes c0 + c1 b (weights are read once, rows
     multiplied), and a wait for attention and its messages, which grows with b too. That is a closed queueing network
-    with the lanes as customers: if all steps take the same time, n lanes on r replicas make n / (slices + wait) steps a
-    second, until the replicas or the memory workers are never idle; the more unequal steps are, the closer it is to the
-    result of mean value analysis for memoryless service times (Reiser and Lavenberg 1980). In fixed order each replica
-    has n / r customers of its own, which visit its stages in turn; in rotational order all lanes visit all replicas in
-    turn, so that one long step delays all lanes behind it.
+    with the lanes as customers. If all steps take the same time, n lanes on r replicas make n / (slices + wait) steps a
+    second, until the replicas or the memory workers are never idle. The more step times vary, the closer is the rate to
+    mean value analysis for memoryless service times (Reiser and Lavenberg 1980). In fixed order, each replica has n / r
+    customers, which visit its stages in turn. In rotational order, all lanes visit all replicas in turn, so that one
+    long step delays all lanes behind it.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self.active = pipeline.start
+        self.active = pipeline.first_arrangement
         self._slices, self._waits = StepTable(), _Waits()
-        # By memory worker: steps completed and its total seconds, at its latest report and at the one used last; and
-        # what follows, seconds per step. Reports may be rarer than looks.
+        # By memory worker: completed steps and total seconds of attention, at its latest report and at the last report
+        # that was used; seconds per step between them.
         self._attention: dict[str, tuple[int, float]] = {}
         self._attention_before: dict[str, tuple[int, float]] = {}
         self._attention_per_step: dict[str, float] = {}
-        self._completed = 0  # steps in all
-        self._steps = self._rows = self._decoding = 0
+        self._completed = 0  # steps since the start
+        self._steps = self._rows = self._decoding = 0  # since the last evaluation
         self._seconds = self._squares = 0.0
-        self._seen: list[tuple[int, float]] = []  # waits
+        self._seen: list[tuple[int, float]] = []  # rows and waits since the last evaluation
         self._since: float | None = None
-        self._best = pipeline.start  # at the last look
+        self._best = pipeline.first_arrangement  # at the last evaluation
 
     def note_step(self, rows: int, decoding: int, busy_s: float, waited_s: float) -> None:
-        """Record a step of ``rows`` rows, of which ``decoding`` decoded: ``busy_s`` in slices, and ``waited_s`` between
-        them for attention; 0 if unknown."""
+        """Record a completed step.
+
+        Args:
+            rows: rows of the step.
+            decoding: rows of decoding sequences.
+            busy_s: seconds in slices.
+            waited_s: seconds between slices, waiting for attention; 0 if unknown.
+        """
         self._slices.note(rows, busy_s)
         self._seconds += busy_s
         self._squares += busy_s * busy_s
@@ -109,19 +116,23 @@ class LaneChooser:
         self._attention[worker] = self._completed, seconds
 
     def set_memory_workers(self, workers: Collection[str]) -> None:
-        """Drop what is known of memory workers other than ``workers``."""
+        """Drop the measurements of memory workers other than ``workers``."""
         for figures in (self._attention, self._attention_before, self._attention_per_step):
             for worker in figures.keys() - set(workers):
                 del figures[worker]
 
     @property
     def due(self) -> bool:
-        """True when ``choose`` will evaluate the times again."""
+        """True if ``choose`` will evaluate the arrangements again."""
         return self._steps >= STEPS_BETWEEN_LOOKS * self.active.lanes
 
     def choose(self, sequences: int, now: float) -> Arrangement:
-        """Return the arrangement to use if ``sequences`` would decode once all prompts are done: evaluated again when
-        ``due``, otherwise the one in use. ``now``: seconds of any monotonic clock."""
+        """Return the arrangement to use, evaluated again when ``due``.
+
+        Args:
+            sequences: sequences that would decode once all prompts are done.
+            now: seconds of any monotonic clock.
+        """
         if not self.due or not sequences:
             return self.active
         lanes, steps = self.active.lanes, self._steps
@@ -134,8 +145,8 @@ class LaneChooser:
         self._seconds = self._squares = 0.0
 
         def speed(one: Arrangement) -> float:
-            # Decoding rows are spread over the lanes. Prompt rows fill steps to the extent that requests wait for
-            # prompts; otherwise there are as many a round as before.
+            # Decoding rows are spread over the lanes. Prompt rows fill steps as far as prompts are waiting; otherwise
+            # their number per round of lanes stays the same.
             more = one.lanes / lanes
             chunks = (rows - decoding) * (prompts + (1 - prompts) / more)
             each = decoding / more + chunks
@@ -150,7 +161,7 @@ class LaneChooser:
         return self.active
 
     def _busiest(self) -> float:
-        """Seconds that the busiest memory worker spends on attention per step."""
+        """Return the seconds that the busiest memory worker spends on attention per step."""
         for worker, (steps, seconds) in self._attention.items():
             steps_before, seconds_before = self._attention_before.get(worker, (0, 0.0))
             if steps > steps_before:
@@ -159,9 +170,12 @@ class LaneChooser:
         return max(self._attention_per_step.values(), default=0.0)
 
     def _note_waits(self, now: float) -> None:
-        """Learn from waits. If replicas were hardly idle, lanes waited for each other as well, and what was seen is an
-        upper bound: what it contradicts is forgotten. While waits are unknown, attention alone is taken for them, so
-        that fewer lanes are tried, which shows them."""
+        """Learn from measured waits.
+
+        If replicas were hardly idle, lanes also waited for each other, and measured waits are only an upper bound: they
+        can only invalidate learned waits. While waits are unknown, the time of attention stands for them, so that fewer
+        lanes are tried, which makes waits measurable.
+        """
         elapsed = now - self._since if self._since is not None else 0.0
         if self._seconds < SATURATED * elapsed * self._pipeline.replicas * self._pipeline.stages:
             for rows, seconds in self._seen:
@@ -174,8 +188,14 @@ class LaneChooser:
         self._since = now
 
     def _rate(self, one: Arrangement, rows: float, attention: float, unequal: float) -> float:
-        """Steps a second of all lanes together: each of ``rows`` rows and ``attention`` seconds of the busiest memory
-        worker. ``unequal``: squared coefficient of variation of step times, at most 1."""
+        """Return the steps per second of all lanes together.
+
+        Args:
+            one: the arrangement.
+            rows: rows of each step.
+            attention: seconds of the busiest memory worker per step.
+            unequal: squared coefficient of variation of step times, at most 1.
+        """
         replicas, stages, slices = self._pipeline.replicas, self._pipeline.stages, self._slices.at(rows)
         wait = max(self._waits.at(rows) if self._waits.known else 0.0, attention)
         visited, customers, systems = (
@@ -189,7 +209,7 @@ class LaneChooser:
 
 
 def _mean_value(customers: int, stations: int, demand: float, wait: float) -> float:
-    """Throughput of a closed network of equal stations, ``demand`` seconds at each, with a wait outside them."""
+    """Return the throughput of a closed network: equal stations with ``demand`` seconds each, and a wait outside."""
     queue, rate = 0.0, 0.0
     for number in range(1, customers + 1):
         response = demand * (1 + queue)

@@ -1,4 +1,4 @@
-"""What a request may ask for, and how many requests a client may have. Pure."""
+"""Limits of requests, of steps, and of the number of requests of a client. Pure."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class Limits:
         max_num_batched_tokens: token rows of a step.
         max_model_len: tokens of a prompt and its completion together.
         replicas: copies of the weights.
-        row_lanes: lanes whose rows add up: 1 if one lane may come to hold the sequences of all.
+        row_lanes: number of lanes whose rows add up; 1 if one lane may get the sequences of all lanes.
     """
 
     max_num_seqs: int
@@ -27,11 +27,11 @@ class Limits:
 
     @property
     def max_sequences(self) -> int:
-        """Sequences that all lanes together decode at once; each needs a row of its own in its lane's step."""
+        """Sequences that all lanes together decode at once; each needs a row of its lane's step."""
         return min(self.max_num_seqs * self.replicas, self.max_num_batched_tokens * self.row_lanes)
 
     def validate_request(self, prompt_length: int, params: SamplingParams, placement: Placement) -> None:
-        """Raises RequestError, with the figures, for a request that can never be served."""
+        """Raise RequestError, with the numbers, for a request that can never be served."""
         limit = self.max_model_len
         if prompt_length == 0:
             raise RequestError("the prompt is empty; give at least one token")
@@ -57,11 +57,11 @@ class Limits:
         placement.require_possible(prompt_length + params.n * (room - 1))
 
     def most_tokens(self, prompt_length: int, params: SamplingParams, placement: Placement) -> int:
-        """Return the most tokens of one of its completions."""
+        """Return the most tokens of one completion of a request."""
         room = self.max_model_len - prompt_length
         if params.max_tokens is not None:
             return min(params.max_tokens, room)
-        # As many as all slabs can hold; the KV of the last token drawn is not kept.
+        # As many as all slabs can hold; the KV of the last drawn token is not needed.
         return max(1, min(room, (placement.possible - prompt_length) // params.n + 1))
 
 
@@ -88,9 +88,9 @@ class Places:
         return len(self._clients)
 
     def reserve_place(self, request_id: str, client: Client, again: bool = False) -> None:
-        """Take a place for a request. Raises OverloadedError, with the figures, if its client already holds its share.
+        """Reserve a place for a request. Raises OverloadedError, with the numbers, if its client has its share already.
 
-        ``again``: the request had a place before the engine was restarted, and gets it whatever the share is now.
+        ``again``: the request had a place before the engine was restarted, and gets it in any case.
         """
         taken = self._taken.get(client, 0)
         if taken >= self._free and not again:

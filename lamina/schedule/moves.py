@@ -1,18 +1,21 @@
-"""Moves of KV: ranges of tokens go to another memory worker while their sequences decode; which ranges should. Pure.
+"""Moves ranges of KV between memory workers while sequences decode (``Moves``), as balancing policies propose
+(``Balancing``). Pure.
 
-The unit is a range of token slots on one worker. Three kinds of owners have them: a node of the prefix cache, which all
-that begin with these tokens share; a request's prompt, which its completions share; and one completion.
+A range of tokens on one worker belongs to a node of the prefix cache, which several requests may share, to a request's
+prompt, which its completions share, or to one completion.
 
-1. ``try_move`` reserves slots on the target, or refuses. A plan makes a *carrier*, a sequence that nobody runs. At the
-   source it shares the slots; at the target it gets slots of its own, which the target fills (``steps.Migration``).
-2. When all has arrived, the next plan of any lane, for all lanes, says that the sequences that share the range have it
-   at the target (``steps.Switch``). Steps planned before still read it at the source, where the carrier keeps it.
-3. Once these have completed, a plan releases the carrier, and with it the slots at the source.
+1. ``try_move`` reserves slots on the target, or rejects the move. The next plan creates a *carrier*, a sequence that is
+   never run. At the source, the carrier shares the slots of the range; at the target, it gets new slots, which the
+   target fills (``steps.Migration``).
+2. When all KV has arrived, the next plan of any lane lets all sequences that share the range use the target
+   (``steps.Switch``). Steps planned earlier still read the range at the source, which the carrier keeps.
+3. Once these steps have completed, a plan releases the carrier, and so the slots at the source.
 
-Until the switch nothing depends on the move: if a worker is lost, or the owner ends, it is cancelled and the source is
-what it was. The rManagers' ``try_move`` and the bound on tokens moved in a step are Infinite-LLM's (sections 6.2, 7.4).
+Until the switch, nothing depends on the move: if a worker is lost, or the owner ends, the move is cancelled. The
+``try_move`` of rManagers and the limit on tokens moved per step are Infinite-LLM's (sections 6.2, 7.4).
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,21 +24,21 @@ from lamina.core.requests import Completion, Group
 from lamina.core.segments import by_worker, moved
 from lamina.core.steps import Migration, Switch
 from lamina.core.types import Segment
+from lamina.kv.balancing import Held, Load, Policy, Proposal, View
 from lamina.kv.placement import AHEAD, Placement
-from lamina.kv.policies import Held, Load, Policy, View, Wish
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.kv.prefix_tree import Node, PrefixTree
 from lamina.schedule.admission import Admissions
 from lamina.schedule.lane import Lane, Residents
 from lamina.schedule.lane_choice import StepTable
 
-TOKENS_PER_STEP = 16  # on average: moves of so many cost decoding nothing (Infinite-LLM, Figure 12)
-MOST_TOKENS = 256  # of one move: smaller ones pay the protocol more often, larger ones hold two copies for longer
+TOKENS_PER_STEP = 16  # average tokens moved per step, which does not slow decoding (Infinite-LLM, Figure 12)
+MOST_TOKENS = 256  # tokens of one move: smaller moves have more overhead, larger moves hold two copies for longer
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Tokens [start, stop) of a request on one worker, which exist. They belong to ``node`` of the prefix cache, or to
+    """Stored tokens [start, stop) of a request on one worker. They belong to ``node`` of the prefix cache, to
     ``completion``, or else to the prompt of all completions."""
 
     start: int
@@ -46,11 +49,16 @@ class Range:
 
 @dataclass(eq=False, slots=True)
 class Move:
-    """A range of ``group`` on its way. ``tree``, ``node``: kept for it in the prefix cache, if it belongs there.
+    """A move in progress of a range of ``group``.
 
     Attributes:
-        arrived: all of it is at the target.
-        passed: steps planned before the switch, by lane; None before that.
+        number: number of the migration.
+        carrier: number of the carrier's sequence.
+        completion: the completion that owns the range, if one does.
+        tree: the tree of the prefix cache that owns the range, if one does.
+        node: the node of ``tree`` that ends the range, pinned for the move.
+        arrived: True once all KV is at the target.
+        passed: by lane: steps planned before the switch; None before the switch.
     """
 
     number: int
@@ -73,13 +81,13 @@ class Move:
 
 @dataclass
 class Moved:
-    """Counters: moves that have ended with a switch, their tokens, and moves refused by a target or cancelled."""
+    """Counters of moves."""
 
-    moves: int = 0
-    tokens: int = 0
-    refused: int = 0
+    moves: int = 0  # moves that have switched
+    tokens: int = 0  # tokens of these moves
+    refused: int = 0  # moves rejected for lack of slots at the target
     cancelled: int = 0
-    by_worker: dict[str, int] = field(default_factory=dict)  # tokens that came
+    by_worker: dict[str, int] = field(default_factory=dict)  # tokens by target
 
 
 class Moves:
@@ -94,8 +102,8 @@ class Moves:
         sequences: Iterator[int],
         admissions: Admissions,
     ) -> None:
-        """``lanes``: all of them, also those added later. ``sequences``: numbers of carriers. ``admissions``: told of
-        slots that come back with the end of a move."""
+        """``lanes`` is extended when lanes are added. ``sequences`` yields numbers of carriers. ``admissions`` is
+        notified of freed slots."""
         self.counts = Moved()
         self._placement = placement
         self._prefixes = prefixes
@@ -105,7 +113,7 @@ class Moves:
         self._sequences, self._numbers = sequences, itertools.count(1)
         self._credit = float(TOKENS_PER_STEP)
         self._moves: dict[int, Move] = {}  # by number, until the switch
-        self._switched: list[Move] = []  # the source still has them
+        self._switched: list[Move] = []  # switched, but the carrier still has slots at the source
         self._begun: list[Move] = []
         self._released: list[int] = []
 
@@ -115,7 +123,7 @@ class Moves:
 
     @property
     def in_progress(self) -> list[Move]:
-        """All that hold slots on two workers."""
+        """All moves that hold slots on two workers."""
         return [*self._moves.values(), *self._switched]
 
     def touches(self, group: Group) -> bool:
@@ -132,21 +140,21 @@ class Moves:
         self._credit = min(self._credit + TOKENS_PER_STEP, MOST_TOKENS)
 
     def may_begin(self, source: str) -> bool:
-        """True if the bound allows another move: always while nothing runs, or if the source is to be emptied."""
+        """True if the budget allows another move. It does not apply while nothing runs, or if the source is closed."""
         idle = not any(lane.in_flight for lane in self.lanes)
         return self._credit > 0 or idle or source in self._placement.closed
 
     def try_move(self, group: Group, source: str, target: str, tokens: int) -> int:
-        """Start to move the first of a request's tokens on ``source`` that can, up to ``tokens`` of them.
+        """Start to move up to ``tokens`` of a request's tokens on ``source``, from the first movable one on.
 
-        Returns how many move; 0 if the bound, the request or the target refuses: try again later. The bound does not
-        count what leaves a closed worker.
+        Returns how many move. 0: the budget is used up, no token can move now, or the target lacks slots; try again
+        later. Moves off a closed worker do not use the budget.
         """
         placement = self._placement
         takes = target in placement.capacities and target not in placement.closed
         if not placement.moves or source == target or not takes:
             return 0
-        apart = placement.local.isdisjoint((source, target))  # a compute worker's own memory takes no part
+        apart = placement.local.isdisjoint((source, target))  # KV never moves to or from local memory
         if not apart or not self.may_begin(source):
             return 0
         part = self.movable(group, source)
@@ -162,9 +170,9 @@ class Moves:
         return count
 
     def movable(self, group: Group, source: str) -> Range | None:
-        """Return the first tokens of a request on a worker that can move now, if any."""
+        """Return the first range of a request's tokens on a worker that can move now; None if there is none."""
         lane = self.lanes[group.lane]
-        busy = group.searches or self.touches(group)  # beams change owners
+        busy = group.searches or self.touches(group)
         if group.lane < 0 or busy or not group.alive or not lane.is_settled(group):
             return None
         for node in self._prefixes.path(group):
@@ -193,8 +201,8 @@ class Moves:
             self._credit -= move.tokens
 
     def begun(self) -> list[Migration]:
-        """Migrations for the next plan, which makes their carriers. Each is returned once. Call it last: the sequence
-        that each carrier takes its slots from must be one that this plan leaves."""
+        """Return the migrations that the next plan begins, each once. Call this last: the plan must not release the
+        sequence whose slots a carrier shares."""
         begun, self._begun = self._begun, []
         return [
             Migration(move.number, move.carrier, move.source, move.target, move.start, move.stop, _parent(move))
@@ -210,8 +218,7 @@ class Moves:
         return number in self._moves
 
     def switches(self) -> list[Switch]:
-        """Return the switches to KV that has arrived, for the plan that begins now. Call this before anything else is
-        planned."""
+        """Return the switches for the plan that begins now. Call this before anything else is planned."""
         switches = []
         for move in [one for one in self._moves.values() if one.arrived]:
             if self._is_pointless(move):
@@ -234,7 +241,7 @@ class Moves:
         return not move.group.alive if move.completion is None else move.completion.finished
 
     def _switch(self, move: Move) -> list[Segment]:
-        """Place the sequences that share a range at its target. Returns what the workers are told."""
+        """Record that the sequences that share a range use the target. Returns their segments for the plan."""
         groups, cached = {move.group: move.stop}, dict[int, int | None]()
         if move.tree is not None and move.node is not None:
             groups, cached = self._prefixes.end_move(move.tree, move.node, move.target)
@@ -256,16 +263,16 @@ class Moves:
     # -- the end ------------------------------------------------------------------------------------------------
 
     def _is_past(self, move: Move) -> bool:
-        """True if no step needs a range at its source any more."""
+        """True if no step in flight reads the range at its source."""
         return all(lane.completed >= steps for lane, steps in zip(self.lanes, move.passed or (), strict=False))
 
     def restart(self) -> None:
-        """Follow lanes, which count their steps from 0 again: no step is in flight."""
+        """Adapt to lanes that count their steps from 0 again, while no step is in flight."""
         for move in self._switched:
             move.passed = []
 
     def released(self) -> list[int]:
-        """Carriers for the next plan to release: the slots that only they hold are free then."""
+        """Return the carriers that the next plan releases."""
         for move in [one for one in self._switched if self._is_past(one)]:
             self._end(move)
         released, self._released = self._released, []
@@ -277,7 +284,6 @@ class Moves:
         self._released.append(move.carrier)
 
     def _forget(self, move: Move, worker: str) -> None:
-        """Free the copy on ``worker``."""
         self._admissions.note_freed()
         self._placement.will_release(worker, move.tokens)
         self._placement.free_slots(worker, move.tokens)
@@ -285,8 +291,10 @@ class Moves:
             self._prefixes.unpin(move.tree, move.node)
 
     def on_completion_released(self, group: Group, completion: Completion) -> None:
-        """A completion is released by the plan that is being made: nobody reads a range of its own any more, nor one of
-        the prompt if it was the last to have it. The same plan must call ``released`` after this."""
+        """End or cancel the moves of ranges that only this completion used, which the plan being made releases.
+
+        Call ``released`` for the same plan afterwards.
+        """
         for move in self.in_progress:
             last = move.completion is None and move.node is None and not group.holders
             if move.group is group and (move.completion is completion or last):
@@ -307,7 +315,7 @@ class Moves:
             self._released.append(move.carrier)
 
     def cancel(self) -> None:
-        """Cancel all moves: the epoch has ended, and workers forget all carriers."""
+        """Cancel all moves at the end of an epoch, in which workers drop all carriers."""
         for move in list(self._moves.values()):
             self._cancel(move)
         for move in self._switched:
@@ -324,7 +332,7 @@ def _parent(move: Move) -> int:
 
 
 def _on(worker: str, segments: Sequence[Segment], begin: int, end: int) -> tuple[int, int] | None:
-    """Return the first of tokens [begin, end) that are together on a worker."""
+    """Return the first run of tokens [begin, end) that one segment on ``worker`` holds."""
     for segment in segments:
         start, stop = segment.tokens
         low, high = max(start, begin), end if stop is None else min(stop, end)
@@ -333,23 +341,23 @@ def _on(worker: str, segments: Sequence[Segment], begin: int, end: int) -> tuple
     return None
 
 
-LOOK_STEPS = 32  # completed steps between two looks at all requests
-BACK_STEPS = 256  # for so long, no tokens of a request go back where some of it came from
+LOOK_STEPS = 32  # completed steps between two calls of the policy
+BACK_STEPS = 256  # completed steps before tokens of a request may move back to a worker that they left
 LEARN = 0.3  # weight of the latest measurement
 
 
 class Balancing:
-    """Begins the moves that a policy wants."""
+    """Begins the moves that a balancing policy proposes."""
 
     def __init__(self, policy: Policy, moves: Moves, placement: Placement) -> None:
         self._policy, self._moves, self._placement, self._lanes = policy, moves, placement, moves.lanes
         self._steps = 0
         self._looked = 0
-        self._wishes: list[tuple[Wish, Group]] = []
-        self._came: dict[tuple[str, str], int] = {}  # by request and the worker that it left some of: at which step
-        self._reads: dict[str, float] = {}  # tokens that one step of each lane reads, at the last look
-        self._token_s: dict[str, float] = {}
-        self._busy: dict[str, tuple[int, float]] = {}  # steps and seconds at the report before
+        self._proposals: list[tuple[Proposal, Group]] = []
+        self._came: dict[tuple[str, str], int] = {}  # by request and source: step of the latest move
+        self._reads: dict[str, float] = {}  # by worker: tokens that one step of each lane reads
+        self._token_s: dict[str, float] = {}  # by worker: measured seconds to read a token
+        self._busy: dict[str, tuple[int, float]] = {}  # by worker: steps and seconds at the previous report
         self._dense = StepTable()  # seconds of a step in slices
 
     def note_step(self, rows: int, busy_s: float) -> None:
@@ -370,31 +378,33 @@ class Balancing:
 
     @property
     def due(self) -> bool:
-        """True if ``begin_moves`` will look at all requests again."""
+        """True if ``begin_moves`` will call the policy again."""
         return self._steps >= self._looked + LOOK_STEPS
 
     def begin_moves(self) -> None:
         if self.due:
             self._looked = self._steps
             self._look()
-        while self._wishes:
-            wish, group = self._wishes[0]
-            if not self._moves.may_begin(wish.source) or self._moves.touches(group):
+        while self._proposals:
+            proposal, group = self._proposals[0]
+            if not self._moves.may_begin(proposal.source) or self._moves.touches(group):
                 return
             moved = next(
                 (
                     (target, tokens)
-                    for target in wish.targets
-                    if (tokens := self._moves.try_move(group, wish.source, target, wish.tokens))
+                    for target in proposal.targets
+                    if (tokens := self._moves.try_move(group, proposal.source, target, proposal.tokens))
                 ),
                 None,
             )
-            self._wishes.pop(0)
+            self._proposals.pop(0)
             if moved is not None:
                 target, tokens = moved
-                self._came[wish.request, wish.source] = self._steps
-                if wish.tokens > tokens:
-                    self._wishes.insert(0, (Wish(wish.request, wish.source, (target,), wish.tokens - tokens), group))
+                self._came[proposal.request, proposal.source] = self._steps
+                if proposal.tokens > tokens:
+                    self._proposals.insert(
+                        0, (Proposal(proposal.request, proposal.source, (target,), proposal.tokens - tokens), group)
+                    )
 
     def _look(self) -> None:
         self._came = {key: step for key, step in self._came.items() if self._steps < step + BACK_STEPS}
@@ -403,15 +413,15 @@ class Balancing:
         self._reads = {worker: float(load.reads) for worker, load in view.loads.items()}
         known = self._token_s.keys() >= view.loads.keys() and len(view.loads) == len(self._placement.capacities)
         self._placement.set_speeds({worker: self._token_s[worker] for worker in view.loads} if known else {})
-        self._wishes = []
-        for wish in self._policy.wishes(view):
-            targets = tuple(one for one in wish.targets if (wish.request, one) not in self._came)
+        self._proposals = []
+        for proposal in self._policy.propose(view):
+            targets = tuple(one for one in proposal.targets if (proposal.request, one) not in self._came)
             if targets:
-                kept = Wish(wish.request, wish.source, targets, wish.tokens)
-                self._wishes.append((kept, groups[wish.request]))
+                kept = dataclasses.replace(proposal, targets=targets)
+                self._proposals.append((kept, groups[proposal.request]))
 
     def view(self, groups: Sequence[Group]) -> View:
-        """Return the memory workers and who has what there."""
+        """Return the state of the memory pool, with ``groups``, for the policy."""
         placement = self._placement
         reads = dict.fromkeys(placement.capacities, 0)
         held: list[Held] = []
@@ -432,7 +442,7 @@ class Balancing:
                 capacity,
                 max(0, placement.left(worker) - AHEAD * (placement.sequences[worker] + 1)),
                 placement.sequences[worker],
-                max(0, reads[worker] + moving.get(worker, 0)),  # some of what moves may be read no more
+                max(0, reads[worker] + moving.get(worker, 0)),
                 self._token_s.get(worker) or _mean(self._token_s),
                 worker not in placement.closed,
             )
@@ -442,7 +452,7 @@ class Balancing:
         return View(loads, [one for one in held if one.worker in loads], self._dense.at)
 
     def _arriving(self) -> Mapping[str, int]:
-        """Tokens that a move in progress will take from one worker to another, by worker."""
+        """Return, by worker, the change of its tokens when all moves in progress have switched."""
         moving: dict[str, int] = {}
         for move in self._moves.in_progress:
             if move.passed is None:

@@ -1,10 +1,10 @@
-"""How many tokens of prompts run beside sequences that decode, so that a step takes no longer than it may. Pure.
+"""Limits the prompt tokens of a step while sequences decode, so that no step takes too long. Pure.
 
-A chunk on top of a long prefix takes longer than one at the beginning of a prompt: with chunks of a fixed size, the
-time between tokens of all others grows with the prefix. Here the chunk shrinks instead, as in Mnemosyne (Agrawal et
-al., 2024, section 4.2, adaptive chunking), which predicts the time of a step from a profile. Here it is learned from
-the steps that have run: a constant, a part for every row of a prompt, and one for every pair of a row and a token that
-it attends to.
+A chunk after a long prefix takes longer than a chunk at the beginning of a prompt. With chunks of a fixed size, the
+time between tokens of decoding sequences would grow with the prefix. So chunks shrink instead: adaptive chunking
+(Mnemosyne, Agrawal et al., 2024, section 4.2). Mnemosyne predicts the time of a step from a profile; here, the
+prediction is fitted to the steps that have run: a constant, a time per prompt row, and a time per pair of a row and a
+token that it attends to.
 """
 
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ import numpy.typing as npt
 from lamina.core.steps import StepPlan
 from lamina.schedule.batches import PromptBatch
 
-FIRST = 32  # tokens, while nothing is known
-LEAST = 4  # tokens: prompts get on, however little time is left
-FURTHER = 2  # times as many tokens as were measured so far: what is beyond is not predicted
+FIRST = 32  # most prompt tokens before any step was measured
+LEAST = 4  # least prompt tokens, however little time is left
+FURTHER = 2  # most prompt tokens, as a multiple of the most measured so far: predictions do not reach further
 FORGET = 0.9  # weight of earlier steps with chunks, per such step
 LEARN = 0.2  # weight of the latest step in a mean
-MARGIN = 0.75  # of the bound that a step may be predicted to take: steps vary, and lanes wait for each other
-_UNITS = np.array([1.0, 1e2, 1e6])  # of the three parts: the equations are well conditioned in these
+MARGIN = 0.75  # share of the bound for a predicted time, as steps vary and lanes wait for each other
+_UNITS = np.array([1.0, 1e2, 1e6])  # units of constant, rows and pairs, in which the equations are well conditioned
 
 
 class StepTimes:
-    """Predicts the seconds of a step with ``tokens`` of prompts, which attend in ``pairs`` of a row and a token."""
+    """Predicts the seconds of a step from its prompt tokens, and from its pairs of a row and a token it attends to."""
 
     def __init__(self) -> None:
-        self.most_tokens = 0  # of all steps so far
-        self._alone: float | None = None  # the mean of steps without prompts
-        self._products, self._sums = np.zeros((3, 3)), np.zeros(3)  # of steps with prompts, the latest most
+        self.most_tokens = 0  # most prompt tokens of a measured step
+        self._alone: float | None = None  # mean seconds of steps without prompts
+        self._products, self._sums = np.zeros((3, 3)), np.zeros(3)  # normal equations of steps with prompts
         self._parts: npt.NDArray[np.float64] | None = None
 
     def add_sample(self, tokens: int, pairs: float, seconds: float) -> None:
@@ -45,13 +45,13 @@ class StepTimes:
         self._parts = None
 
     def predict(self, tokens: int, pairs: float) -> float:
-        """Return the prediction; 0 if nothing is known."""
+        """Return the predicted seconds; 0 if nothing was measured."""
         if self._parts is None:
             self._parts = self._solve()
         return float(self._parts @ (np.array([1.0, tokens, pairs]) / _UNITS))
 
     def _solve(self) -> npt.NDArray[np.float64]:
-        """Least squares without negative parts: those are left out, the most negative first."""
+        """Solve least squares without negative coefficients: they are left out, the most negative first."""
         products, sums = self._products.copy(), self._sums.copy()
         weight = max(float(products[0, 0]), 1.0)
         if self._alone is not None:  # counts as much as all steps with prompts together
@@ -71,7 +71,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Latest:
-    """A lane's latest step: how many steps had completed before, its time in slices, and whether a sequence decoded."""
+    """A lane's latest step: its number, its time in slices, and whether a sequence decoded."""
 
     number: int
     busy_s: float
@@ -79,11 +79,11 @@ class _Latest:
 
 
 class Pace:
-    """Bounds the time between tokens of sequences that decode: a lane's next tokens come after its own step and, since
-    lanes share replicas, those of the others.
+    """Bounds the time between tokens of decoding sequences. A lane's next tokens take the time of its own step and,
+    since lanes share replicas, of the other lanes' steps.
 
     Attributes:
-        replicas: that all lanes share; each of their stages counts, since other lanes run on the others meanwhile.
+        replicas: number of replicas that the lanes share, each stage counted as one.
     """
 
     def __init__(self, bound_s: float, replicas: int = 1) -> None:
@@ -104,8 +104,9 @@ class Pace:
         self._latest[plan.lane] = _Latest(self._steps, busy_s, bool(plan.decoding.sequences))
 
     def budget(self, lane: int, decodes: bool, prompts: PromptBatch, most: int) -> int:
-        """Tokens of ``prompts`` for the lane's next step, at most ``most``. ``decodes``: sequences of it decode too."""
-        old = self._steps - 2 * len(self._latest)  # lanes that have not run since are not in use
+        """Return the number of tokens of ``prompts`` for the lane's next step, at most ``most``. ``decodes``: sequences
+        of the lane decode too."""
+        old = self._steps - 2 * len(self._latest)  # lanes whose latest step is older are not in use
         others = [last for one, last in self._latest.items() if one != lane and last.number > old]
         if not decodes and not any(last.decodes for last in others):
             return most
@@ -128,5 +129,5 @@ class Pace:
 
 
 def _pairs(start: int, tokens: int) -> float:
-    """Rows of a chunk times the tokens that each sees."""
+    """Return the pairs of a row of a chunk and a token that it attends to."""
     return tokens * (start + (tokens + 1) / 2)

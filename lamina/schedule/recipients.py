@@ -1,11 +1,12 @@
-"""Which workers are told of a plan, and of which part of it. Pure: no clock, no sockets.
+"""Selects the workers that get a step plan, and the part of the plan for each. Pure.
 
-A plan goes whole to the compute workers that run its slices. A memory worker gets the part about sequences that it
-holds, is given or loses. Nobody else hears of it: the cost follows what the plan names and what has changed since the
-lane's plan before, not the number of workers.
+The compute workers that run the slices of a plan get all of it. A memory worker gets the part about sequences of which
+it holds, gets or loses KV. No other worker gets anything: the cost depends on the sequences in the plan and on what has
+changed since the lane's previous plan, not on the number of workers.
 
-A worker that only has sequences to forget is told with its next part, or once it is overdue. A compute worker learns of
-a sequence with the first plan in which it runs it, which may be long after the admission if lanes are dealt out again.
+A worker that only has sequences to release gets them with its next part, or once they are overdue. A compute worker
+gets a sequence's admission with the first plan in which it runs the sequence, which may be long after the admission if
+requests change lanes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from lamina.core.steps import Admission, DecodeRows, Fork, StepPlan, Switch
 from lamina.core.topology import Topology
 from lamina.core.types import Segment
 
-RELEASE_S = 0.05  # how long a worker may wait to be told of released sequences, while others have steps to run
+RELEASE_S = 0.05  # longest time before a worker without steps gets released sequences
 
 _NOTHING: dict[str, Any] = {
     "forks": [],
@@ -37,7 +38,7 @@ _NOTHING: dict[str, Any] = {
 }
 
 Addressed = tuple[tuple[str, ...], StepPlan]
-"""Workers, and the plan or part of a plan to send to them."""
+"""Workers, and the plan or the part of a plan to send to them."""
 
 Add = Callable[[Iterable[str], str, object], None]
 """Adds an item to a field of the parts for some workers."""
@@ -48,12 +49,12 @@ class _Known:
     """A sequence that has not been released, and the workers that know it.
 
     Attributes:
-        segments: Where its KV is and will be.
+        segments: Segments that hold, or will hold, its KV.
         homes: Memory workers with its segments.
         admission: Admission of its request; None for a cached prefix, and for the carrier of a move.
         computes: Compute workers that keep state for it.
         memories: Memory workers that keep state for it: its homes, and those that it moves between.
-        carries: Whether it is the carrier of a move.
+        carries: True for the carrier of a move.
     """
 
     segments: list[Segment]
@@ -68,7 +69,6 @@ class _Known:
         self.memories = set(self.homes)
 
     def place(self, segments: list[Segment]) -> None:
-        """Record where its KV is from now on."""
         self.segments, self.homes = segments, list(dict.fromkeys(segment.worker for segment in segments))
 
 
@@ -77,9 +77,9 @@ class _Decoding:
     """The sequences that decode in a lane, as of its latest plan.
 
     Attributes:
-        sequences: The plan's own list, which is the same object until one joins or leaves.
-        replicas: Compute workers that run them.
-        shares: By memory worker that is no replica: its sequences and their places in the list.
+        sequences: The plan's list, which is the same object until a sequence joins or leaves.
+        replicas: Compute workers that run the sequences.
+        shares: By memory worker that is not in ``replicas``: its sequences, and their indices in the list.
         members: The sequences as a set.
     """
 
@@ -90,7 +90,7 @@ class _Decoding:
 
 
 class Recipients:
-    """Follows plans in the order in which they are sent."""
+    """Tracks which workers know which sequences. Plans must be passed in the order in which they are sent."""
 
     def __init__(self, computes: Sequence[str], pipeline: Pipeline) -> None:
         """``computes``: names of the compute workers, in the order of the pipeline's replicas."""
@@ -101,10 +101,10 @@ class Recipients:
         self._to_forget: dict[str, tuple[float, list[int]]] = {}  # released sequences, and since when; oldest first
 
     def end_epoch(self, topology: Topology, kept: Mapping[str, Mapping[int, int]]) -> None:
-        """Begin an epoch: compute workers know of no sequence any more, and requests of which nothing is ``kept``
-        (tokens by worker and sequence) are forgotten. Of cached prefixes, what is kept stays.
+        """Begin an epoch, in which compute workers know no sequence. ``kept`` has tokens by worker and sequence.
 
-        Of a request, completions that have not been forked, or not again, hold nothing: they follow the first one.
+        Requests and cached prefixes of which nothing is kept are forgotten. Completions that have not been forked yet
+        hold no KV; they stay as long as the first completion of their request.
         """
         self._computes, self._pipeline = topology.computes, topology.pipeline
         self._decoding.clear()
@@ -125,7 +125,7 @@ class Recipients:
                 self._known[sequence] = known
 
     def change_members(self, topology: Topology) -> None:
-        """Follow a change of the members within the epoch. Those that left hold no KV any more."""
+        """Adapt to other members within the epoch. Members that left hold no KV."""
         self._computes, self._pipeline = topology.computes, topology.pipeline
         self._to_forget = {worker: one for worker, one in self._to_forget.items() if worker in topology.names}
         for known in self._known.values():
@@ -133,9 +133,9 @@ class Recipients:
             known.memories &= topology.names
 
     def select(self, plan: StepPlan, now: float) -> list[Addressed]:
-        """Return the workers to send something to, and what: the next plan, whole or the part that concerns them.
+        """Return the next plan for the compute workers that run it, and the parts of it for memory workers.
 
-        ``now``: seconds of any monotonic clock.
+        ``now`` is in seconds of any monotonic clock.
         """
         replicas = tuple(self._computes[number] for number in self._pipeline.workers_of(plan.lane, plan.rotates))
         parts: dict[str, dict[str, Any]] = {}
@@ -165,7 +165,7 @@ class Recipients:
         return addressed + self._whole(plan, replicas, unknown, now)
 
     def overdue(self, now: float) -> Iterator[tuple[str, list[int]]]:
-        """Yield workers that have waited for ``RELEASE_S`` to be told of released sequences; the caller tells them."""
+        """Yield workers and released sequences that have waited for ``RELEASE_S``; the caller sends them."""
         while self._to_forget:
             worker, (since, sequences) = next(iter(self._to_forget.items()))
             if now - since < RELEASE_S:
@@ -176,7 +176,7 @@ class Recipients:
     # -- what a plan changes, in the order in which workers apply it --------------------------------------------
 
     def _follow(self, plan: StepPlan, replicas: tuple[str, ...], now: float, add: Add) -> None:
-        """Record what a plan says of sequences and their places, and ``add`` it to the parts of memory workers."""
+        """Apply a plan's changes to the tracked sequences, and ``add`` them to the parts of memory workers."""
         for switch in plan.switches:
             for worker, segments in self._switch(switch, replicas).items():
                 add([worker], "switches", Switch(switch.carrier, segments))
@@ -209,7 +209,7 @@ class Recipients:
                 self._known[fetch.child] = _Known([Segment(fetch.child, fetch.worker, fetch.heads, (0, None))])
 
     def _release(self, sequence: int, replicas: tuple[str, ...], now: float) -> None:
-        if (known := self._known.pop(sequence, None)) is not None:  # else an epoch has left nothing of its request
+        if (known := self._known.pop(sequence, None)) is not None:  # else ``end_epoch`` has forgotten the sequence
             for worker in (known.computes | known.memories).difference(replicas):  # these get the whole plan
                 self._forget(worker, sequence, now)
 
@@ -222,8 +222,8 @@ class Recipients:
         self._to_forget.setdefault(worker, (now, []))[1].append(sequence)
 
     def _place(self, sequence: int, segments: list[Segment], replicas: tuple[str, ...], now: float) -> None:
-        """Give a sequence these segments. The memory workers concerned learn of it from the plan. Compute workers that
-        do not get the plan forget the sequence."""
+        """Set the segments of a sequence, which the plan sends to the memory workers concerned. Compute workers that do
+        not get the plan must forget the sequence."""
         known = self._known[sequence]
         if segments == known.segments:
             return
@@ -235,8 +235,8 @@ class Recipients:
         known.memories = set(known.homes)
 
     def _switch(self, switch: Switch, replicas: tuple[str, ...]) -> dict[str, list[Segment]]:
-        """Move segments. Returns what has moved, by worker that is told: all that run the sequence, except these
-        replicas, have lost some of it, or hold more of it now."""
+        """Apply a switch. Returns the moved segments by worker that must know them: workers that run the sequence and
+        are not in ``replicas``, workers that lost a part of it, and the target."""
         told: dict[str, list[Segment]] = {}
         for new in switch.segments:
             known = self._known[new.sequence]
@@ -260,7 +260,7 @@ class Recipients:
     # -- who gets what ------------------------------------------------------------------------------------------
 
     def _unknown(self, plan: StepPlan, replicas: tuple[str, ...], before: _Decoding | None) -> list[int]:
-        """Return the sequences that the plan names and some of these replicas do not know."""
+        """Return the sequences of the plan that some of ``replicas`` do not know."""
         named: Iterable[int] = plan.decoding.sequences
         if before is not None and before.replicas == replicas:
             same = before.sequences is named
@@ -269,7 +269,7 @@ class Recipients:
         return [sequence for sequence in named if not self._known[sequence].computes.issuperset(replicas)]
 
     def _share(self, sequences: list[int], replicas: tuple[str, ...]) -> _Decoding:
-        """Divide decoding sequences among the memory workers that hold them and do not get the whole plan."""
+        """Group decoding sequences by the memory workers that hold them and do not get the whole plan."""
         shares: dict[str, tuple[list[int], list[int]]] = {}
         for place, sequence in enumerate(sequences):
             for worker in self._known[sequence].homes:
@@ -280,7 +280,7 @@ class Recipients:
         return _Decoding(sequences, replicas, shares, frozenset(sequences))
 
     def _whole(self, plan: StepPlan, replicas: tuple[str, ...], unknown: list[int], now: float) -> list[Addressed]:
-        """Return the plan for the compute workers: the same for all, but for what some of them have missed."""
+        """Return the whole plan for ``replicas``, with the admissions and releases that each of them has missed."""
         if not unknown and self._to_forget.keys().isdisjoint(replicas):
             return [(replicas, plan)]
         addressed: list[Addressed] = []
@@ -293,7 +293,7 @@ class Recipients:
                 plan, released=[*released, *plan.released], admitted=[*late, *plan.admitted]
             )
             addressed.append(((replica,), whole))
-            for admission in admissions.values():  # with all completions, of which some may have been released
+            for admission in admissions.values():  # of all completions, some of which may have been released
                 for sequence in range(admission.sequence, admission.sequence + admission.count):
                     if sequence in self._known:
                         self._known[sequence].computes.add(replica)
@@ -302,7 +302,6 @@ class Recipients:
         return addressed
 
     def _present(self, admission: Admission) -> Admission:
-        """Return a request with the segments that it has by now."""
         sequences = range(admission.sequence, admission.sequence + admission.count)
         placed = {sequence: self._known[sequence].segments for sequence in sequences if sequence in self._known}
         if all(segments == for_sequence(sequence, admission.segments) for sequence, segments in placed.items()):

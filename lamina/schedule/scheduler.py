@@ -1,19 +1,17 @@
-"""Continuous batching: which tokens of which sequences run in the next step of a lane.
+"""Continuous batching: ``Scheduler`` plans which tokens of which sequences run in the next step of a lane. Pure.
 
-A pure object: its state changes only by its methods, in the order they are called. It holds no clock, socket or tensor.
+A request runs in one lane. Its states: waiting -> dealt to a lane (KV reserved) -> admitted (by the lane's next plan)
+-> prompt chunks -> other completions forked -> one token a step -> finished -> released (workers forget the request and
+its slots are free). A preempted request is released early and waits again; its prompt and generated tokens then run
+like a prompt. A draw depends only on the logits, the request's seed, the completion and the index of the token, so the
+request continues with the tokens that it would have drawn, up to the rounding of KV types.
 
-A request runs in one lane. Its life: waiting -> dealt to a lane (KV reserved) -> admitted (the lane's next plan tells
-the workers) -> prompt chunks -> its other completions forked -> one token a step -> finished -> released (the workers
-forget it and its slots are free). ``preempt`` releases it early: it waits again, and the tokens that it has, of the
-prompt and generated, run as a prompt does. Draws depend on the logits, the request's seed, the completion and the index
-of the token alone, so the request continues with the tokens that it would have drawn, up to the rounding of KV types.
+Steps of a lane may be planned ahead: while a step runs, the plan of the next one assumes that every sequence continues.
+The row of a sequence that has ended is discarded.
 
-A lane's steps may be planned ahead: while a step runs, the next one assumes that every sequence continues, with a token
-that is still being drawn. If a sequence has ended, its row is discarded.
-
-``lamina.schedule.admission`` selects the next request. A sequence grows onto another memory worker, with its next token
-and without moving what it has, where its segment is as long as one may be or its worker runs out of slots
-(``lamina.schedule.growth``). Ranges that grow no more may move to another worker (``lamina.schedule.moves``).
+``lamina.schedule.admission`` selects the next request. If a segment is full or its worker runs out of slots, the
+sequence continues on another memory worker (``lamina.schedule.growth``). Ranges of KV may move to another worker
+(``lamina.schedule.moves``).
 """
 
 import functools
@@ -26,15 +24,15 @@ from lamina.core.requests import Completion, Drawn, Group, Owner
 from lamina.core.steps import DecodeRows, StepPlan
 from lamina.core.topology import Topology
 from lamina.core.types import Request, SamplingParams
+from lamina.kv.balancing import Policy as BalancePolicy
 from lamina.kv.disk import Disks
 from lamina.kv.placement import Placement
-from lamina.kv.policies import Policy as BalancePolicy
 from lamina.kv.prefix_cache import PrefixCache
-from lamina.schedule.admission import Admissions, giving
+from lamina.schedule.admission import Admissions, request_to_preempt
 from lamina.schedule.batches import PromptBatch
 from lamina.schedule.beam_search import Beams
 from lamina.schedule.dealing import Dealer, Readiness
-from lamina.schedule.growth import Growth, again, resumed
+from lamina.schedule.growth import Growth, requeued, resumed
 from lamina.schedule.lane import Lane, Planned, Remains, Residents, kept
 from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Balancing, Moves
@@ -44,13 +42,13 @@ from lamina.schedule.suspects import Hold, Holding
 
 
 class Scheduler:
-    """Fair between clients; decode before prompts; prompts are cut into chunks that share what a step has left.
+    """Plans steps: decoding sequences first, then chunks of prompts in the remaining rows.
 
     The cost of planning a step depends on its sequences, not on the number of lanes, requests or memory workers.
 
     Attributes:
         rotates: Whether lanes rotate over the replicas.
-        dropped: Preempted requests, each time.
+        dropped: Number of preemptions so far.
     """
 
     def __init__(
@@ -76,10 +74,10 @@ class Scheduler:
             policy: Order of the requests.
             prefix_cache: Whether KV is kept for other requests that begin with the same tokens.
             pace: Bounds the time of steps in which sequences decode.
-            overcommit: How many times its slots a memory worker and its disk hold.
-            window: The largest window of layers that forget tokens; 0 if none does.
-            balance: Which KV moves between memory workers.
-            role: What each lane runs. A request whose prompt has run in a lane for prompts decodes in another one.
+            overcommit: Tokens of a memory worker and its disk together, as a multiple of its slots.
+            window: The largest window of layers that drop the tokens before it; 0 if no layer does.
+            balance: Proposes moves of KV between memory workers.
+            role: Returns the role of a lane. A request decodes in another lane than a prefill lane.
         """
         self._role = role
         self.dropped = 0
@@ -90,7 +88,7 @@ class Scheduler:
         self._kv_heads = kv_heads
         self._pace = pace
         self._policy = policy
-        self._token_s = 0.0  # of a prompt, lately
+        self._token_s = 0.0  # recent seconds per prompt token
         self._lanes = [self._new_lane(number) for number in range(lanes)]
         self._ready = Readiness(lanes)
         self._deals_again = False  # once no step is in flight
@@ -120,7 +118,7 @@ class Scheduler:
         return Lane(self.placement.longest, number, pace, role, allowance=allowance, prompts=prompts)
 
     def _pace_of(self, lane: int) -> Pace | None:
-        """Return what bounds the chunks of a lane: nothing if no sequence decodes there."""
+        """Return the pace of a lane; None for a prefill lane, in which no sequence decodes."""
         return None if self._role(lane) == "prefill" else self._pace
 
     # -- what there is -------------------------------------------------------------------------------------------
@@ -136,13 +134,18 @@ class Scheduler:
         return sum(len(lane.running) for lane in self._lanes)
 
     @property
+    def handovers(self) -> int:
+        """Number of requests that went from a lane for prompts to one that decodes."""
+        return self._dealer.handovers
+
+    @property
     def full(self) -> bool:
-        """True if no waiting request fits, and nothing has been released since that was found."""
+        """True if no waiting request fits, and no slot or seat has been freed since the last attempt."""
         return self._admissions.full
 
     @property
     def sequences(self) -> int:
-        """Sequences that would decode if all prompts were done, of requests that have room or may still get it."""
+        """Number of sequences that would decode if all prompts were done, of requests that fit."""
         waiting = 0 if self.full else len(self._admissions)
         return min(self._dealer.seats.total + waiting, self.limits.max_sequences)
 
@@ -162,7 +165,7 @@ class Scheduler:
 
     @property
     def owners(self) -> dict[int, Owner]:
-        """The requests and completions that lanes have, by sequence."""
+        """Running requests and completions, by sequence."""
         return {one.sequence: (group, one) for group in self._all_running for one in group.completions}
 
     def alive(self, request_id: str) -> list[int]:
@@ -176,11 +179,12 @@ class Scheduler:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def validate_request(self, prompt_length: int, params: SamplingParams) -> None:
-        """Raises RequestError, with the figures, for a request that can never be served."""
+        """Raise RequestError, with the numbers, for a request that can never be served."""
         self.limits.validate_request(prompt_length, params, self.placement)
 
     def submit(self, request: Request, drawn: Drawn | None = None) -> Group:
-        """Queue a request, which goes on from what it has ``drawn``. Raises RequestError if it can never be served."""
+        """Queue a request, which continues after the tokens in ``drawn``. Raises RequestError if it can never be
+        served."""
         length = len(request.prompt_token_ids)
         self.validate_request(length, request.params)
         if request.request_id in self._requests:
@@ -198,7 +202,7 @@ class Scheduler:
         return group
 
     def end_completion(self, group: Group, completion: Completion) -> None:
-        """End a completion, by itself or as its caller wants. After the last one the request's id is free."""
+        """End a completion. After the last completion of a request, its id is free."""
         self._end(group, completion)
         if not group.alive and self._requests.get(group.request.request_id) is group:
             del self._requests[group.request.request_id]
@@ -206,7 +210,7 @@ class Scheduler:
     def abort(self, request_id: str, suspect: bool = False) -> None:
         """End a request in any state; its id is free at once. Does nothing if it has ended or is unknown.
 
-        ``suspect``: its KV may be wrong, and is not kept for others.
+        ``suspect``: its KV may be wrong, and must not enter the prefix cache.
         """
         group = self._requests.pop(request_id, None)
         if group is None:
@@ -222,8 +226,8 @@ class Scheduler:
     def preempt(self, group: Group) -> None:
         """Drop the KV of a request, which waits again, ahead of all others. Does nothing if it waits or has ended.
 
-        Tokens that are being drawn for it are discarded: they are drawn again. Its slots are free once the steps in
-        flight have completed and the next plan has been applied.
+        Tokens that are being drawn are discarded, and drawn again later. The slots are free once the steps in flight
+        have completed and the next plan has been applied.
         """
         if group.lane >= 0 and group.alive:
             self._holding.put_back(self._drop_kv(group))
@@ -233,19 +237,19 @@ class Scheduler:
             self.preempt(group)
 
     def _drop_kv(self, group: Group) -> Group:
-        """Drop the KV of a request; returns what is to be admitted again."""
+        """Drop the KV of a request. Returns the request to queue again."""
         if group in self._lanes[group.lane].dealt:
             self._dealer.undo_deal(group)
             return group
-        successor = self._requests[group.request.request_id] = again(group, self._sequences)
+        successor = self._requests[group.request.request_id] = requeued(group, self._sequences)
         for completion in group.completions:
             self._end(group, completion)
         self.dropped += 1
         return successor
 
     def hold_back(self, hold: Hold) -> None:
-        """Let ``hold`` decide who may run. Running requests that may again do once no step is in flight; running ones
-        that may not are held by ``end_epoch``."""
+        """Run only requests that ``hold`` allows. Requests that are allowed again run once no step is in flight. Call
+        ``end_epoch`` to hold running requests."""
         known = [self._requests[one] for one in hold.held if one in self._requests]
         self._holding.use(hold, [group for group in known if group.lane < 0 and group not in self.disks.held])
         self._deals_again = True
@@ -263,9 +267,8 @@ class Scheduler:
     def end_epoch(self, topology: Topology) -> Remains:
         """End the epoch: only the memory workers of ``topology`` hold KV from now on.
 
-        No step in flight will complete, and no KV that moves will arrive: requests are as the steps that have completed
-        left them. Those that have lost KV wait again, before all others; the rest is dealt out again. Returns
-        what workers know of the requests until the next plan.
+        Steps in flight and moves of KV are undone. Requests that have lost KV wait again, before all others; the other
+        requests are dealt out again. Returns what workers keep of the requests.
         """
         owners = self.owners
         for own in self._lanes:
@@ -290,9 +293,9 @@ class Scheduler:
         return Remains(self.placement.by_worker(remaining), len(dropped), recomputed)
 
     def change_members(self, topology: Topology, deal_again: bool) -> None:
-        """Follow a change of the members within the epoch: nothing is placed on those that left.
+        """Adapt to other members within the epoch.
 
-        ``deal_again``: lanes run on other replicas now, and no step is in flight; requests are dealt out again.
+        ``deal_again``: lanes run on other replicas now, while no step is in flight; requests are dealt out again.
         """
         self._deals_again = self._deals_again or deal_again
         self._role = topology.pipeline.role
@@ -312,22 +315,22 @@ class Scheduler:
         self._admissions.on_places_changed()
 
     def drain(self, worker: str) -> None:
-        """Place nothing more on a memory worker, and move away or drop what is there, plan by plan."""
+        """Place no more KV on a memory worker, and move or drop the KV that it holds, plan by plan."""
         self.placement.close(worker)
         self._admissions.close(worker)
         self._ready.wake()
 
     def resume(self, worker: str) -> None:
-        """Undo ``drain``: what has not left stays."""
+        """Undo ``drain``: KV that has not moved stays."""
         self.placement.open(worker)
         self._admissions.note_freed()
 
     def is_drained(self, worker: str) -> bool:
-        """True if nothing is on a memory worker any more."""
+        """True if a memory worker holds no KV."""
         return self._residents.is_empty(worker)
 
     def _deal_again(self) -> None:
-        """Deal the requests out again. No step is in flight."""
+        """Deal all requests out again, while no step is in flight."""
         self._deals_again = False
         for own in self._lanes:
             own.role, own.pace = self._role(own.number), self._pace_of(own.number)
@@ -338,13 +341,13 @@ class Scheduler:
     # -- the next step -------------------------------------------------------------------------------------------
 
     def set_time(self, now: float) -> None:
-        """Let requests that wait become late. ``now``: seconds of any monotonic clock."""
+        """Move waiting requests that have become late to the end. ``now`` is in seconds of any monotonic clock."""
         self._admissions.expire(now, self._token_s)
 
     def plannable(self, depth: int) -> Iterator[int]:
         """Yield the lanes, in order, that may have something to plan and have fewer than ``depth`` steps in flight.
 
-        Evaluated lazily: planning for one lane may give another one something to do.
+        Evaluated lazily, since a plan of one lane may add work for another lane.
         """
         if not self._deals_again:
             self._dealer.hand_over()
@@ -389,7 +392,7 @@ class Scheduler:
         grown, own.grown = self.placement.expand(own.grown), []
         changes = forks, released, admitted, migrations, grown, switches, disks.spills, disks.fetches
         if not (any(changes) or chunks or rows.sequences):
-            # Else it is tried again at once: slots may come back with any plan, and those of its own KV with the next.
+            # Else the lane stays ready: any plan may free slots, and its next plan frees those of ended requests.
             if fits and not own.has_ended:
                 self._ready.note_nothing(lane)
             return None
@@ -418,10 +421,10 @@ class Scheduler:
         return plan
 
     def _find_room(self, lane: Lane) -> None:
-        """Find slots for the next tokens of a lane's sequences, then deal waiting requests to what is left.
+        """Find slots for the next tokens of a lane's sequences, then deal waiting requests.
 
-        Preempts requests where no worker has slots, where a worker that leaves has KV that cannot move, and where
-        clients have more than their share of the seats.
+        Preempts requests if no worker has slots, if their KV cannot move off a worker that leaves, or if their client
+        has more than its share of the seats.
         """
         self._growth.end_segments(lane)
         self._preempt_each(self._growth.drain(lane))
@@ -430,14 +433,17 @@ class Scheduler:
             self._admissions.note_freed()
         self._share_seats()
         self._dealer.deal()
-        self._preempt_each(self._holding.in_the_way(self._all_running))
+        self._preempt_each(self._holding.blocking(self._all_running))
 
     def _share_seats(self) -> None:
-        """Preempt a request of a client with most sequences if one with fewer than its share waits."""
+        """Preempt a request of a client with most sequences if a client with fewer than its share waits."""
         if not self._admissions.may_share:
             return
         holders = self._admissions.share(self._dealer.seats)
-        if holders and (group := giving(holders, filter(self._holding.may_run, self._all_running))) is not None:
+        if (
+            holders
+            and (group := request_to_preempt(holders, filter(self._holding.may_run, self._all_running))) is not None
+        ):
             successor = self._drop_kv(group)
             successor.gave_way = True
             self._holding.enqueue_unless_held(successor)
@@ -445,10 +451,10 @@ class Scheduler:
     # -- what has happened ---------------------------------------------------------------------------------------
 
     def complete(self, lane: int, step: int | None = None) -> Mapping[int, Owner]:
-        """Complete step ``step`` of ``lane`` (None: the oldest in flight). Those with sequences complete in order.
+        """Complete step ``step`` of ``lane`` (None: the oldest in flight). Steps with sequences complete in order.
 
-        Returns, by sequence, the live completions that drew a token. Read-only; the same object as the last time if no
-        sequence has joined or left the lane since.
+        Returns, by sequence, the live completions that drew a token. Read-only; the same object as for the last step if
+        no sequence has joined or left the lane since.
 
         The caller appends each token to ``generated`` and calls ``end_completion`` for completions that have ended.
         """
@@ -467,8 +473,15 @@ class Scheduler:
             self._retire(self._lanes[lender.lane])
         return planned.drawn(own.decoding.members)
 
+    @property
+    def prompts_s(self) -> float:
+        """Seconds that the prompts which have arrived, and are not computed, would take one lane."""
+        waiting = sum(group.to_run for group in self._requests.values() if group.lane < 0)
+        begun = sum(one.left for group in self._all_running for one in group.completions if not one.finished)
+        return self._token_s * (waiting + begun)
+
     def note_prompts(self, tokens: int, seconds: float) -> None:
-        """Record how long a step with this many tokens of prompts took."""
+        """Record that a step with ``tokens`` prompt tokens took ``seconds``."""
         latest_s = seconds / tokens
         self._token_s += (LEARN if self._token_s else 1.0) * (latest_s - self._token_s)
 
@@ -478,12 +491,12 @@ class Scheduler:
             self._ready.wake()
 
     def transferred(self, worker: str, number: int, complete: bool, error: str) -> None:
-        """Record the end of a copy or fetch of a worker's disk. Arguments are those of ``Disks.done``."""
-        self.disks.done(worker, number, complete, error)
+        """Record the end of a copy or fetch of a worker's disk. Arguments are those of ``Disks.on_stored``."""
+        self.disks.on_stored(worker, number, complete, error)
         self._ready.wake()
 
     def _end(self, group: Group, completion: Completion) -> None:
-        """End a completion: it is released once no step in flight runs it."""
+        """End a completion, which is released once no step in flight runs it."""
         if completion.finished:
             return
         completion.finished = True
@@ -510,12 +523,12 @@ class Scheduler:
         """Release finished completions; their slots are free once this plan is applied. Returns their sequences."""
         ending = lane.take_ended()
         for group, completion in ending:
-            self.prefixes.keep(group, completion)
+            self.prefixes.keep_completion(group, completion)
             self._free_completion(group, completion)
         return [completion.sequence for _, completion in ending]
 
     def _free_completion(self, group: Group, completion: Completion) -> None:
-        """Free the slots of a completion; the last one of a request also frees the prompt, which all share."""
+        """Free the slots of a completion, and those of the shared prompt with the last completion of a request."""
         group.holders -= 1
         for worker, tokens in group.slots(completion, completion.own, alone=not group.holders).items():
             self.placement.free_slots(worker, tokens)
@@ -523,5 +536,5 @@ class Scheduler:
         self.moves.on_completion_released(group, completion)
         self._admissions.note_freed()
         if not group.holders:
-            self.prefixes.let_go(group)
+            self.prefixes.release_request(group)
             self._residents.forget_request(group)

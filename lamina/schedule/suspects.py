@@ -1,10 +1,10 @@
-"""Which requests may have made a worker die, and which may run until that is known. Pure.
+"""Finds the request that makes workers die, and limits which requests run meanwhile. Pure.
 
 A request that makes workers die, *poison*, is found by bisection. When a worker dies, the requests that ran on it are
-suspects. They are halved: one half is *on trial* and the other waits. If a worker dies again, the half on trial is
-halved; a suspect that has run what it had to run at the death is cleared, and once a half is cleared the next half is
-on trial. From the second death on, only requests on trial run. A request that was alone when workers died
-``DEATHS_ALONE`` times is poison.
+suspects. One half is *on trial* and the other half waits. If a worker dies again, the half on trial is halved. A
+suspect is cleared once it has run the tokens that it was running at the death; once a half is cleared, the next half is
+on trial. From the second death on, only requests on trial run. A request is poison if it ran alone when workers died
+``DEATHS_ALONE`` times.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -16,9 +16,9 @@ from lamina.core.steps import StepPlan
 from lamina.schedule.admission import Admissions
 
 Positions: TypeAlias = dict[int, int]
-"""By index of a completion: the position behind its last token in flight."""
+"""By index of a completion: the position after its last token in flight."""
 
-DEATHS_ALONE = 2  # that make a request poison
+DEATHS_ALONE = 2  # deaths that make a request poison
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Suspects:
     """The search for a poison request, from death to death."""
 
     _halves: list[list[str]] = field(default_factory=list)  # the last half is on trial, the others wait
-    _only: set[str] | None = None  # who may run; None: all but those that wait
-    _to_run: dict[str, Positions] = field(default_factory=dict)  # by suspect: what it has to run to be cleared
-    _deaths_alone: dict[str, int] = field(default_factory=dict)  # by request that was the last suspect
+    _only: set[str] | None = None  # requests that may run; None: all but waiting suspects
+    _to_run: dict[str, Positions] = field(default_factory=dict)  # by suspect: positions to run to be cleared
+    _deaths_alone: dict[str, int] = field(default_factory=dict)  # by last suspect: deaths while it ran alone
 
     @property
     def searching(self) -> bool:
@@ -74,13 +74,13 @@ class Suspects:
 
     @property
     def hold(self) -> Hold:
-        """Who may not run now. Between two deaths, this only lets more requests run."""
+        """The requests that may not run now. Between two deaths, their number only decreases."""
         if self._only is not None:
             return Hold(only=frozenset(self._only))
         return Hold(frozenset(one for half in self._halves[:-1] for one in half))
 
     def note_death(self, exposed: Mapping[str, Positions], running: Collection[str]) -> str | None:
-        """Record that a worker has died. Returns the poison request, if this death proves one.
+        """Record that a worker has died. Returns the poison request if this death proves it.
 
         Args:
             exposed: Requests that steps in flight ran on the dead worker, with what they ran.
@@ -118,7 +118,7 @@ class Suspects:
                     self._clear(request_id)
 
     def prune(self, alive: Callable[[str], Collection[int]]) -> None:
-        """Clear suspects that have ended. ``alive``: the completions of a request that still draw tokens."""
+        """Clear suspects that have ended. ``alive`` returns the completions of a request that still draw tokens."""
         for request_id, left in list(self._to_run.items()):
             for index in left.keys() - set(alive(request_id)):
                 del left[index]
@@ -140,7 +140,7 @@ class Suspects:
 
 
 def at_work(plans: Iterable[StepPlan], owners: Mapping[int, Owner]) -> set[str]:
-    """Return the requests with rows in these steps. ``owners``: of sequences."""
+    """Return the requests with rows in these steps. ``owners`` maps sequences to their requests."""
     sequences = (sequence for plan in plans for sequence, _ in rows(plan))
     return {owners[sequence][0].request.request_id for sequence in sequences if sequence in owners}
 
@@ -171,14 +171,14 @@ def exposed(
 
 
 def rows(plan: StepPlan) -> Iterable[tuple[int, int]]:
-    """Yield the sequences that a step runs, each with the position behind its tokens."""
+    """Yield the sequences that a step runs, each with the position after its tokens."""
     decoding = plan.decoding
     yield from ((sequence, start + 1) for sequence, start in zip(decoding.sequences, decoding.starts, strict=True))
     yield from ((chunk.sequence, chunk.stop) for chunk in plan.chunks)
 
 
 class Holding:
-    """Keeps held requests out of the queue. Those with KV keep it, and their seats, unless others need it."""
+    """Keeps held requests out of the queue. Held requests with KV keep it, and their seats, while others fit."""
 
     def __init__(self, admissions: Admissions) -> None:
         self._admissions = admissions
@@ -189,13 +189,12 @@ class Holding:
         return len(self._waiting)
 
     def may_run(self, group: Group) -> bool:
-        """Return whether steps may run this request."""
         return self._hold.may_run(group.request.request_id)
 
     def use(self, hold: Hold, waiting: Iterable[Group]) -> None:
-        """Hold requests by ``hold`` from now on; ``waiting``: those of them that wait to be admitted.
+        """Hold requests by ``hold`` from now on. ``waiting`` are the held requests that wait to be admitted.
 
-        Requests that may run again, and have KV, run once requests are dealt out again.
+        Requests with KV that may run again do so once requests are dealt out again.
         """
         self._hold = hold
         self._admissions.restrict(hold.only)
@@ -214,7 +213,7 @@ class Holding:
             self._admissions.enqueue(group)
 
     def put_back(self, group: Group) -> None:
-        """Let a preempted request wait again, ahead of all others that do."""
+        """Queue a preempted request ahead of all others, unless it is held."""
         if self._hold.active and not self.may_run(group):
             self._waiting[group] = None
         else:
@@ -227,7 +226,7 @@ class Holding:
         else:
             self._admissions.remove(group)
 
-    def in_the_way(self, running: Iterable[Group]) -> list[Group]:
+    def blocking(self, running: Iterable[Group]) -> list[Group]:
         """Return the held requests among those ``running``, if nothing can run because of their KV."""
         if not self._hold.active or not self._admissions.full:
             return []

@@ -1,4 +1,4 @@
-"""One round of decisions: answers in, plans out. Pure; the engine and the simulator drive the same object."""
+"""``Turn``: takes completed steps, and returns the plans of the next ones. Pure; engine and simulator share it."""
 
 import collections
 import dataclasses
@@ -10,23 +10,22 @@ from lamina.core.requests import Owner
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Topology
 from lamina.core.types import Balance
+from lamina.kv.balancing import POLICIES
 from lamina.kv.placement import Placement
-from lamina.kv.policies import POLICIES
 from lamina.schedule.lane import Remains
 from lamina.schedule.lane_choice import chooser
 from lamina.schedule.limits import Limits
-from lamina.schedule.pace import Pace
+from lamina.schedule.pace import LEARN, Pace
 from lamina.schedule.policy import FIFO, Policy
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.suspects import NO_DEATHS, Deaths, Suspects, at_work, exposed, rows
 
 
 class Answers:
-    """Steps that have not been answered yet, and answers that arrived early.
+    """Puts answers to steps in order.
 
-    Consecutive steps of a lane may end on different replicas, so an answer may overtake the one to the step before,
-    whose tokens come first. So may the answers to chunks of a prompt in several lanes: a chunk completes after all that
-    come before it.
+    Consecutive steps of a lane may end on different replicas, so the answer to a step may arrive before that to the
+    previous step, whose tokens come first. Chunks of a prompt in several lanes may be answered out of order too.
     """
 
     def __init__(self) -> None:
@@ -40,9 +39,9 @@ class Answers:
                 self._awaited.setdefault(order, collections.deque()).append(plan.step)
 
     def pop_ready(self, plan: StepPlan, done: StepDone) -> list[StepDone]:
-        """Return the answers that are usable now that ``done`` has come for ``plan``, in the order of steps.
+        """Return the answers that can be completed now that ``done`` has arrived for ``plan``, in order.
 
-        A step without sequences neither waits for others nor makes others wait.
+        A step without sequences neither waits for other steps nor delays them.
         """
         if not plan.runs:
             return [done]
@@ -68,15 +67,15 @@ class Answers:
 
 
 def _orders(plan: StepPlan) -> list[int]:
-    """Return the orders that a step is part of: that of its lane, and of the chunks of each of its prompts."""
+    """Return the keys of the orders that a step is part of: that of its lane, and one for each prompt with a chunk."""
     return [plan.lane, *(~chunk.sequence for chunk in plan.chunks)]
 
 
-DEPTH = 2  # steps in flight in one lane: the next is planned while one runs
+DEPTH = 2  # most steps in flight in one lane: the next is planned while one runs
 
 
 class Turn:
-    """Completes steps in the order of their lanes, and plans the steps that lanes have room for.
+    """Completes steps in order, and plans steps for lanes with fewer than ``DEPTH`` in flight.
 
     A round of its driver:
 
@@ -85,16 +84,18 @@ class Turn:
         for plan in turn.plan(now):
             ...  # send it
 
-    If workers are lost, ``end_epoch`` returns what remains, and no step is planned until ``begin_epoch``.
+    If workers are lost, call ``end_epoch``; no step is planned until ``begin_epoch``.
 
-    If workers join, or leave after they were drained, call ``change_members``; if that changes the replicas, call
-    ``pause`` first, until no step is in flight.
+    If workers join, or leave after they were drained, call ``change_members``. If that changes the replicas, call
+    ``pause`` first, and wait until no step is in flight.
 
     Attributes:
-        scheduler: The requests: ``validate_request``, ``submit``, ``end_completion``, ``abort`` and ``migrated`` are
-            called on it. Steps and lanes are decided here alone.
+        scheduler: The requests. The driver calls ``validate_request``, ``submit``, ``end_completion``, ``abort`` and
+            ``migrated``; the turn calls all other methods.
         in_flight: Plans by step, until ``complete``.
         busy_s: Seconds that compute workers have spent in slices so far.
+        prefill_busy_s: Those of replicas that only run prompts.
+        between_s: Seconds of a step in which sequences decode, lately.
     """
 
     def __init__(
@@ -117,8 +118,8 @@ class Turn:
 
         Args:
             plan_ahead: Whether a lane may have its next step planned before the tokens of the running one are known.
-            step_bound_s: Prompts are cut into chunks so that steps with sequences that decode take no longer.
-            balance: Which KV moves between memory workers.
+            step_bound_s: Longest time of a step with decoding sequences, kept by small chunks of prompts.
+            balance: Policy that moves KV between memory workers.
         """
         self._pace = None if step_bound_s is None else Pace(step_bound_s, pipeline.replicas * pipeline.stages)
         self.scheduler = Scheduler(
@@ -136,24 +137,23 @@ class Turn:
             pipeline.role,
         )
         self.in_flight: dict[int, StepPlan] = {}
-        self.busy_s = 0.0
+        self.busy_s = self.prefill_busy_s = self.between_s = 0.0
         self._pipeline = pipeline
         self._epoch_ends = False  # until the next epoch begins
         self._paused = False
-        self._serves = True  # there are workers of both roles
+        self._serves = True  # both roles have a worker
         self._depth = DEPTH if plan_ahead else 1
         self._answers = Answers()
         self._suspects = Suspects()
         self._chooser = chooser(pipeline)
         self._balancing = self.scheduler.balancing
-        self._sequences = 0  # that lanes are chosen for: as of the last step, before what ended in it gave room back
-        self.scheduler.use_lanes(pipeline.start.lanes, pipeline.start.rotates)
+        self._sequences = 0  # ``Scheduler.sequences`` before the last step completed
+        self.scheduler.use_lanes(pipeline.first_arrangement.lanes, pipeline.first_arrangement.rotates)
 
     def end_epoch(self, topology: Topology, deaths: Deaths = NO_DEATHS) -> Remains:
         """End the epoch: only members of ``topology`` take part from now on, and no step in flight will complete.
 
-        ``deaths``: workers that have died, maybe because of a request. Returns what the members keep; KV of lost
-        workers is computed again.
+        ``deaths`` are workers that have died, maybe because of a request. Returns what workers keep.
         """
         self._epoch_ends = True
         plans, owners = list(self.in_flight.values()), self.scheduler.owners
@@ -167,7 +167,7 @@ class Turn:
         return dataclasses.replace(self.scheduler.end_epoch(topology), poison=poison, on_trial=on_trial)
 
     def _clear_suspects(self, ran: StepPlan | None = None) -> None:
-        """Let requests run that were held for suspects which step ``ran`` has cleared, or which have ended."""
+        """Clear suspects by step ``ran`` and by their end, and let more requests run if possible."""
         before = self._suspects.hold
         if ran is not None:
             owners = self.scheduler.owners
@@ -184,16 +184,16 @@ class Turn:
         if topology.pipeline != self._pipeline:
             self._pipeline = topology.pipeline
             self._chooser = chooser(self._pipeline)
-            self.scheduler.use_lanes(self._pipeline.start.lanes, self._pipeline.start.rotates)
+            self.scheduler.use_lanes(self._pipeline.first_arrangement.lanes, self._pipeline.first_arrangement.rotates)
         elif self._chooser is not None:
             self._chooser.set_memory_workers(topology.capacities)
 
     def pause(self) -> None:
-        """Plan no step until ``change_members``: those in flight complete."""
+        """Plan no step until ``change_members``. Steps in flight complete."""
         self._paused = True
 
     def change_members(self, topology: Topology) -> None:
-        """Follow a change of the members within the epoch. Workers that leave hold no KV any more.
+        """Adapt to other members within the epoch. Workers that leave must hold no KV.
 
         Raises ValueError if the replicas change while a step is in flight.
         """
@@ -209,8 +209,8 @@ class Turn:
         self._epoch_ends = self._paused = False
 
     def in_order(self, answer: StepDone) -> list[StepDone]:
-        """Return the answers to ``complete`` now that ``answer`` has come: none while an earlier answer is missing, or
-        if the step's epoch has ended."""
+        """Return the answers to pass to ``complete`` now that ``answer`` has arrived: none while an earlier answer is
+        missing, or if the step's epoch has ended."""
         if answer.step not in self.in_flight:
             return []
         return self._answers.pop_ready(self.in_flight[answer.step], answer)
@@ -222,6 +222,11 @@ class Turn:
         """
         plan = self.in_flight.pop(done.step)
         self.busy_s += done.busy_s
+        if self._pipeline.role(plan.lane) == "prefill":
+            self.prefill_busy_s += done.busy_s
+        elif plan.decoding.sequences and done.rows:
+            latest_s = done.busy_s + done.waited_s
+            self.between_s += (LEARN if self.between_s else 1.0) * (latest_s - self.between_s)
         if self._pace is not None and done.rows:
             self._pace.on_step_done(plan, done.busy_s, done.waited_s)
         if plan.chunks and done.rows:
@@ -237,7 +242,7 @@ class Turn:
 
     @property
     def reviews_lanes(self) -> bool:
-        """True if the next ``plan`` decides how many lanes to use or what to move, which needs ``note_attention``."""
+        """True if the next ``plan`` chooses lanes or moves, and needs ``note_attention`` before."""
         return any(one is not None and one.due for one in (self._balancing, self._chooser))
 
     def note_attention(self, worker: str, seconds: float) -> None:
@@ -248,10 +253,8 @@ class Turn:
             self._chooser.note_attention(worker, seconds)
 
     def plan(self, now: float) -> Iterator[StepPlan]:
-        """Yield the steps that begin now, for lanes with room for them; each is in flight once it is returned.
-
-        ``now``: seconds of any monotonic clock.
-        """
+        """Yield the steps to send now; each is in flight once it is yielded. ``now`` is in seconds of any monotonic
+        clock."""
         if self._epoch_ends or self._paused or not self._serves:
             return
         if self._suspects.searching:
@@ -261,7 +264,7 @@ class Turn:
             self.scheduler.use_lanes(chosen.lanes, chosen.rotates)
         scheduler, depth = self.scheduler, self._depth
         scheduler.set_time(now)
-        for steps in range(1, depth + 1):  # all lanes begin before any has its next step: they may share a prompt
+        for steps in range(1, depth + 1):  # one step for each lane before a second one: lanes may share a prompt
             for lane in scheduler.plannable(depth):
                 if scheduler.in_flight(lane) < steps and (plan := scheduler.plan(lane)) is not None:
                     self._answers.expect(plan)

@@ -1,8 +1,8 @@
-"""The process of a frontend: ``python -m lamina.serve MODEL DESCRIPTOR``.
+"""Runs the process of a frontend: ``python -m lamina.serve MODEL DESCRIPTOR``.
 
 MODEL is the model's directory, DESCRIPTOR that of the inherited listening socket. The bootstrap comes through standard
-input once the engine runs; until then, this process loads its tokenizer. On standard output it says ``READY`` once it
-accepts connections, and ``ALIVE`` again and again while its event loop runs.
+input once the engine runs; until then, this process loads its tokenizer. It writes ``READY`` to standard output once it
+accepts connections, and ``ALIVE`` periodically while its event loop runs.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ from lamina.text.tokenizer import Tokenizer
 
 
 def main() -> None:
-    """Serve until told to stop, or until the engine has stopped: then with status ``ENGINE_STOPPED``."""
+    """Serve until told to stop; exit with status ``ENGINE_STOPPED`` if the engine has stopped."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     start_logging()
     try:
         tokenizer = Tokenizer(find(Path(sys.argv[1]), weights=False))
-    except UserError:  # reported by the process that started this one, which loads it too
+    except UserError:  # the parent process, which loads the tokenizer too, reports it
         sys.exit(1)
     listener = socket.socket(fileno=int(sys.argv[2]))
     received = sys.stdin.buffer.read()
@@ -41,7 +41,7 @@ def main() -> None:
     bootstrap = msgspec.msgpack.decode(received, type=FrontendBootstrap)
     try:
         asyncio.run(_serve(bootstrap, tokenizer, listener))
-    except EngineDeadError:  # reported by the process that started this one, which removes its files, if it is left
+    except EngineDeadError:  # the parent process reports it
         if os.getppid() != bootstrap.supervisor_pid:
             shutil.rmtree(Path(bootstrap.requests.removeprefix("ipc://")).parent, ignore_errors=True)
         sys.exit(ENGINE_STOPPED)

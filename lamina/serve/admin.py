@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 SCALE_PATH, STOP_PATH = "/admin/scale", "/admin/stop"
 MOST_NBYTES = 1024  # of a body
-POOLS = ("compute", "memory")
+POOLS = ("compute", "memory", "prefill")
 
 
 def install(app: FastAPI, engine: Runtime, owner: int | None) -> None:
@@ -31,7 +31,10 @@ def install(app: FastAPI, engine: Runtime, owner: int | None) -> None:
 
     @app.post(SCALE_PATH)
     async def scale(request: Request) -> Response:
-        """Add or remove workers, as {"memory": "cpu:+2", "compute": "-1"}; answers once they have joined or left."""
+        """Add or remove workers, as {"memory": "cpu:+2", "compute": "-1"}; answers once they have joined or left.
+
+        {"prefill": "+1", "compute": "-1"} changes the role of a replica instead.
+        """
         _authorize(request)
         changes = _changes(await request.body())
         done = asyncio.wrap_future(engine.scale(**changes))

@@ -1,4 +1,4 @@
-"""What the answers of all APIs are made of: pieces of choices, token counts, and blocks for APIs that list them."""
+"""Parts of answers common to all APIs: pieces of choices, token counts, and blocks for APIs that list them."""
 
 import uuid
 from abc import ABC, abstractmethod
@@ -28,12 +28,16 @@ class Piece:
     """The new part of one choice since its previous piece.
 
     Attributes:
-        first: the text of the first token of an echoed prompt, which has no log-probability; None in all other pieces.
-        token_ids: those of ``text`` that are no part of an echoed prompt.
-        begins: True for the first piece of a choice.
-        prompt_logprobs: those of the prompt's tokens but the first, if they are new.
-        stop_reason: the stop string or stop token that has ended the choice.
-        text_offsets: where each token with logprobs begins in the text of the choice.
+        choice: Index of the choice.
+        text: New text.
+        logprobs: Log-probabilities of new tokens; None if not requested.
+        text_offsets: Offset of each token of ``logprobs`` in the choice's text.
+        finish_reason: Why the choice has ended; None if it continues.
+        stop_reason: Stop string or stop token that has ended the choice.
+        first: Text of an echoed prompt's first token, which has no log-probability; None in all other pieces.
+        token_ids: Token ids of ``text`` without an echoed prompt.
+        begins: Whether this is the first piece of the choice.
+        prompt_logprobs: New log-probabilities of the prompt's tokens but the first.
     """
 
     choice: int
@@ -52,8 +56,8 @@ class Sent:
     """Tracks what has been sent of each choice of one HTTP request. Choice = prompt * n + completion.
 
     Args:
-        tokenizer: gives the text of tokens in logprobs.
-        wanted: the request.
+        tokenizer: Gives the text of tokens in logprobs.
+        wanted: The request.
     """
 
     def __init__(self, tokenizer: Tokenizer, wanted: GenerationRequest) -> None:
@@ -68,8 +72,7 @@ class Sent:
     def advance(self, prompt: int, update: RequestUpdate, most: int | None = MOST_POSITIONS) -> Iterator[Piece]:
         """Yield the pieces of ``update``, which count as sent.
 
-        Args:
-            most: tokens of one completion in one piece at most; None: any number, so that a completion has one piece.
+        ``most``: most tokens in one piece; None: one piece per completion.
         """
         for completion in update.completions:
             choice = prompt * self._n + completion.index
@@ -150,7 +153,7 @@ class Usage:
         return sum(self.cached.values())
 
     def figures(self) -> str:
-        """Return tokens and finish reasons, for a log."""
+        """Return the counts and finish reasons in words, for a log."""
         reasons = Counter(self.ends.values())
         ends = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items())) or "client left"
         return f"{self.prompt_tokens} prompt tokens, {self.drawn} generated, {ends}"

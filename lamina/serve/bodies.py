@@ -38,6 +38,11 @@ WITHOUT_EFFECT = frozenset(
         "prompt_cache_options",
         "prompt_cache_retention",
         "request_id",
+        "session_id",  # earlier requests of a session are found by their tokens
+        "stream_interval",
+        "return_token_offsets",  # of vLLM's routes that render, like the next
+        "return_mm_kwargs",
+        "routed_experts_prompt_start",
     )
 )
 
@@ -54,6 +59,10 @@ _EITHER: dict[str, Sequence[Any]] = {
     "repetition_detection": (),
     "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "watermarking": (False,),
+    "logprob_token_ids": (),
+    "return_prompt_text": (False,),
     "vllm_xargs": (),
     "suffix": ("",),
     "prompt_embeds": (),
@@ -101,7 +110,7 @@ MOST_BYTES_BESIDES = 64 * 1024
 
 
 class StreamOptions(msgspec.Struct):
-    """What the chunks of a stream hold besides text.
+    """Optional contents of a stream's chunks.
 
     Attributes:
         include_usage: One more chunk at the end has the token counts.
@@ -124,7 +133,7 @@ class JsonSchema(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """What an answer is: any text, any JSON object, or JSON that matches a schema."""
+    """Form of an answer: any text, any JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None

@@ -1,5 +1,7 @@
-"""The process of a server's engine: ``python -m lamina.serve.engine_process DESCRIPTOR``, which leads to the
-supervisor."""
+"""Runs the process of a server's engine: ``python -m lamina.serve.engine_process DESCRIPTOR``.
+
+DESCRIPTOR is that of the inherited connection to the supervisor.
+"""
 
 import _thread
 import contextlib
@@ -36,14 +38,14 @@ from lamina.dataplane.transport_choice import summary
 from lamina.engine.engine import Engine
 from lamina.engine.frontends import Frontends
 from lamina.launch import Home, launch
+from lamina.models.directory import describe_defaults
 from lamina.observe.progress import loading_progress
 from lamina.output import start_logging
-from lamina.text.defaults import described
 from lamina.worker.process import exit_with
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 60.0  # for the supervisor to have this process close, once it has been told why the engine has stopped
+CLOSE_S = 60.0  # for the supervisor to tell this process to close, once the engine has stopped
 
 
 class EngineProcess:
@@ -57,13 +59,13 @@ class EngineProcess:
         self._closing = threading.Event()
         self._loading = True
         threading.Thread(target=self._read, name="supervisor", daemon=True).start()
-        # From the start: loading may take longer than the supervisor waits for a process that does not run.
+        # From the start: loading may take longer than the supervisor waits for a sign of life.
         threading.Thread(target=self._beat, name="beats", daemon=True).start()
 
     def run(self) -> None:
         """Serve until told to close, or until the engine has stopped by itself.
 
-        Raises KeyboardInterrupt if told to close while it loads; the supervisor ends the workers that are left.
+        Raises KeyboardInterrupt if told to close while it loads; the supervisor then ends the workers.
         """
         try:
             engine = self._start()
@@ -134,7 +136,7 @@ class EngineProcess:
                     self._frontends.on_frontend_exit(message.frontend)
             elif isinstance(message, CloseEngine):
                 self._closing.set()
-                if self._loading:  # which may take half an hour, if workers of other machines do not come
+                if self._loading:  # may take half an hour while workers of other machines are awaited
                     _thread.interrupt_main()
 
 
@@ -142,7 +144,7 @@ def describe(engine: Engine) -> str:
     """Return the summary of an engine that a server prints when it starts."""
     held = engine.cluster.loaded.weights and f" ({engine.cluster.loaded.weights})"
     slots = sum(worker.capacity for worker in engine.stats().memory.values())
-    defaults = described(engine.sampling_defaults)
+    defaults = describe_defaults(engine.sampling_defaults)
     sampling = defaults and f"  sampling {defaults} unless a request says otherwise (generation_config.json)\n"
     return (
         f"  model    {engine.model_name}, {engine.cluster.loaded.parameters / 1e6:.1f}M parameters, "

@@ -1,4 +1,4 @@
-"""Frontends in processes of their own: started, replaced when they end, ended with the server."""
+"""Starts frontend processes, replaces those that end or hang, and ends them with the server."""
 
 import contextlib
 import logging
@@ -31,10 +31,10 @@ from lamina.serve.server import TELL_S
 
 @contextlib.contextmanager
 def collected() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM for now, in the order in which they come. Main thread only.
+    """Collect SIGINT and SIGTERM in a list instead of raising exceptions. Main thread only.
 
-    Otherwise their handlers raise exceptions wherever this thread is. One that is raised between two steps of a lock
-    leaves it locked, and other threads wait for it forever; one that is raised in a finalizer is lost.
+    An exception raised in the middle of a lock's operation would leave the lock locked for ever; an exception raised in
+    a finalizer would be lost.
     """
     received: list[int] = []
     before: dict[int, Any] = {}
@@ -53,19 +53,19 @@ log = logging.getLogger(__name__)
 ENGINE = "engine"
 POLL_S = 0.1
 START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 2 * TELL_S + 5.0  # what a frontend takes to end after the shutdown timeout, at most
-MOST_ENDS, ENDS_S = 5, 60.0  # frontends that end unexpectedly within so long, before the server gives up
+STOP_TIMEOUT_S = 2 * TELL_S + 5.0  # for a frontend to end after the shutdown timeout
+MOST_ENDS, ENDS_S = 5, 60.0  # the server gives up after so many unexpected ends of frontends within so many seconds
 
 
 class Owner(Protocol):
     """Owns an engine and starts it again, as ``supervisor.Supervisor`` does.
 
     Attributes:
-        serving: How frontends reach the engine that runs; None until the first one does.
-        gave_up: There is no engine any more, and frontends do not know it.
-        lost_frontends: Frontends that the engine cannot answer any more, with the reasons, until they are removed here.
-        dead: Why there is no engine any more; None while there is one.
-        beats: A count that changes while the engine's process runs.
+        serving: How frontends reach the running engine; None before the first engine runs.
+        gave_up: Whether no engine will run again, which frontends have not been told.
+        lost_frontends: Frontends that the engine cannot reach, with the reasons; their reader removes them.
+        dead: Why no engine runs any more; None while one runs.
+        beats: Counter that increases while the engine's process runs.
     """
 
     serving: Serving | None
@@ -149,8 +149,8 @@ class FrontendProcesses:
         """Serve until SIGINT or SIGTERM, which is raised again once open answers have ended.
 
         Raises:
-            EngineDeadError: the engine has stopped by itself; clients have received the error.
-            WorkerError: a frontend cannot start, or frontends end again and again.
+            EngineDeadError: The engine has stopped by itself; clients have received the error.
+            WorkerError: A frontend cannot start, or frontends end repeatedly.
         """
         try:
             with collected() as self._signals:
@@ -202,10 +202,10 @@ class FrontendProcesses:
         self._liveness.turn(time.monotonic())
         for process in self._running:
             if process.read_output():
-                self._liveness.heard(process.name)
+                self._liveness.on_message(process.name)
         if supervisor.beats != self._beats:
             self._beats = supervisor.beats
-            self._liveness.heard(ENGINE)
+            self._liveness.on_message(ENGINE)
         silent = {name: f"its event loop has not run for {s:.0f} s" for name, s in self._liveness.lost().items()}
         if ENGINE in silent:
             log.warning("the engine is ended: its process does not run")
@@ -219,7 +219,7 @@ class FrontendProcesses:
         for process in self._ended():
             self._running.remove(process)
             self._liveness.unwatch(process.name)
-            if process.popen.returncode == ENGINE_STOPPED:  # the supervisor hears of that too, perhaps later
+            if process.popen.returncode == ENGINE_STOPPED:  # the supervisor may learn of it later
                 continue
             supervisor.on_frontend_exit(process.name)
             how, now = describe_exit(process.popen), time.monotonic()
@@ -242,10 +242,7 @@ class FrontendProcesses:
     def _stop(self, hurry: bool) -> None:
         """Let frontends end their answers within the shutdown timeout, or at once after a second signal.
 
-        Frontends that still start have no clients, and are killed.
-
-        Args:
-            hurry: The engine has ended, which frontends do not know: end answers at once.
+        Starting frontends have no clients, and are killed. ``hurry``: end answers at once, since the engine has ended.
         """
         signals = [signal.SIGTERM, signal.SIGTERM] if hurry else self._signals
         told, deadline = 0, time.monotonic() + self._config.shutdown_timeout + STOP_TIMEOUT_S

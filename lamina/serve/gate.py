@@ -19,11 +19,11 @@ from lamina.config.environment import environment
 from lamina.config.server_config import ServerConfig
 from lamina.core.errors import ConfigError
 from lamina.serve.http_errors import RETRY_AFTER_S, APIError
-from lamina.serve.monitoring import FILES, STATE_PATH
+from lamina.serve.monitoring import FILES, LANES_PATH, STATE_PATH
 
 OPEN = frozenset(("/health", "/ping", "/version", *FILES))
 """Paths that need no key: load balancers ask them, and pages hold nothing secret."""
-MONITORING = frozenset(("/metrics", "/placement", "/load", STATE_PATH))
+MONITORING = frozenset(("/metrics", "/placement", "/load", STATE_PATH, LANES_PATH))
 """Paths that need ``LAMINA_METRICS_KEY`` if that is set, and no key otherwise."""
 ADMIN = "/admin/"
 """Paths that check ``LAMINA_ADMIN_KEY`` themselves."""
@@ -81,7 +81,7 @@ def install(app: FastAPI, config: ServerConfig) -> None:
 
 
 class Keys:
-    """Compares keys that clients send with those that they may have, in the same time whatever they send."""
+    """Checks clients' keys in constant time."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
@@ -237,8 +237,8 @@ def body_limit(max_model_len: int) -> int:
 class BoundedBodies:
     """ASGI middleware: rejects bodies that are too large (413), arrive too slowly (408), or are too many at once (429).
 
-    A body counts until its request is answered, because the prompt is kept until then: ``LARGEST_AT_ONCE`` of the
-    largest fit, and any number of small ones. A body is rejected before it is read, or as soon as a chunked one
+    A body counts until its request is answered, since the prompt occupies memory until then: ``LARGEST_AT_ONCE`` of the
+    largest bodies fit, and any number of small ones. A body is rejected before it is read, or as soon as a chunked body
     exceeds the limit.
     """
 

@@ -12,7 +12,7 @@ from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from lamina.core.errors import LaminaError
+from lamina.core.errors import NO_TOKEN_LEFT, LaminaError
 from lamina.core.types import Client
 from lamina.engine.streams import AsyncOutputs, Runtime
 from lamina.engine.updates import RequestUpdate
@@ -51,8 +51,7 @@ class Generation:
         self._usage = Usage({index: len(prompt) for index, prompt in enumerate(wanted.prompts)})
 
     async def answer(self, request: Request) -> Response:
-        """Return the complete answer. If the client leaves, cancels the engine's requests and raises
-        ClientDisconnect."""
+        """Return the complete answer; cancel the engine's requests and raise ClientDisconnect if the client leaves."""
         gathered: dict[int, RequestUpdate] = {}
         try:
             await unless_disconnected(request, self._read_all(gathered))
@@ -61,7 +60,7 @@ class Generation:
         return StreamingResponse(self._whole(gathered), media_type="application/json")
 
     def stream(self) -> Response:
-        """Server-sent events, ended by ``[DONE]``. A client that leaves cancels the engine's requests."""
+        """Return server-sent events. A client that leaves cancels the engine's requests."""
         # The background task also covers a client that leaves before the first event.
         close = BackgroundTask(self._outputs.close)
         # Otherwise proxies keep events until the answer is complete.
@@ -79,8 +78,7 @@ class Generation:
             _check(update)
 
     async def _whole(self, gathered: dict[int, RequestUpdate]) -> AsyncIterator[bytes]:
-        """Yield the answer's JSON, choice by choice: with logprobs it is much larger than the tokens it is made
-        from."""
+        """Yield the answer's JSON choice by choice, to bound memory: logprobs make it large."""
         yield self._writer.begin_answer()
         for place, prompt in enumerate(sorted(gathered)):
             if place % MOST_POSITIONS == MOST_POSITIONS - 1:
@@ -157,14 +155,16 @@ def _client(request: Request) -> Client:
 
 def _check(update: RequestUpdate) -> None:
     if update.error is not None:
+        if update.error.startswith(NO_TOKEN_LEFT):
+            raise APIError(400, first_line(update.error))
         raise APIError(503, first_line(update.error), code="engine_failed")
 
 
 class Intake:
     """Threads that decode bodies and tokenise prompts.
 
-    A single thread takes the large bodies, one after another, so that they need the memory and the GIL of only one;
-    other threads take small ones, which therefore never wait behind a large one.
+    A single thread decodes large bodies one after another, which bounds memory and use of the GIL; other threads decode
+    small bodies, which never wait for a large one.
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ def cut_fields(
         require_small: Called with the bytes of all fields but the ``large`` ones; raises if they are too many.
 
     Raises:
-        APIError: 400 for what is no JSON object.
+        APIError: 400 if ``body`` is not a JSON object.
     """
     if not body:
         raise APIError(400, NO_OBJECT)

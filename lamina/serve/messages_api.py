@@ -1,4 +1,4 @@
-"""Anthropic's messages: their bodies become those of chats, and answers become blocks."""
+"""Implements Anthropic's messages API: translates bodies to those of chats, and writes answers as blocks."""
 
 import contextlib
 import json

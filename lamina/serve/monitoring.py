@@ -1,10 +1,11 @@
-"""The routes by which people and programs watch a server, a live view of its pools, and a chat.
+"""Routes for health, metrics and the placement of KV, the dashboard and the chat page.
 
-The pages load nothing from elsewhere.
+The pages load no other site's files.
 """
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from fastapi import FastAPI
 from starlette.responses import FileResponse, JSONResponse, Response
 
 import lamina
+from lamina.control.timeline import Span
 from lamina.engine.stats import EngineStats, imbalance
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import CONTENT_TYPE, Metrics
@@ -31,6 +33,9 @@ FILES = {  # by path: the file, and its media type
 # Pages run only scripts of this server, and no other site may embed them. uPlot sizes its elements by inline styles.
 POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'"
 STATE_PATH = "/dashboard/state"
+LANES_PATH = "/dashboard/lanes"
+MOST_SHOWN = 120
+"""Spans of a worker in one window of the lanes."""
 FULL = 0.9  # of all token slots in use: new requests then wait for slots rather than for compute workers
 
 
@@ -59,7 +64,7 @@ def install(app: FastAPI, engine: Runtime, metrics: Metrics) -> None:
     @app.head("/placement", include_in_schema=False)
     @app.get("/placement")
     async def placement() -> Response:
-        """Who has KV where, what moves between memory workers, and what the prefix cache has found."""
+        """Return where the KV of requests is, its moves between memory workers, and hits of the prefix cache."""
         return JSONResponse(placement_of(await asyncio.to_thread(engine.stats)))
 
     @app.get("/ping")
@@ -85,12 +90,17 @@ def install(app: FastAPI, engine: Runtime, metrics: Metrics) -> None:
         totals = await asyncio.to_thread(metrics.totals)
         return JSONResponse(state_of(stats, totals, engine), headers={"Cache-Control": "no-store"})
 
+    @app.get(LANES_PATH, include_in_schema=False)
+    async def lanes() -> Response:
+        spans = await asyncio.to_thread(engine.timeline)
+        return JSONResponse(lanes_of(spans), headers={"Cache-Control": "no-store"})
+
     for path, (name, media_type) in FILES.items():
         app.add_api_route(path, _sender(name, media_type), methods=["GET", "HEAD"], include_in_schema=False)
 
 
 def placement_of(stats: EngineStats) -> dict[str, Any]:
-    """Return the placement of KV as JSON. Counts are in tokens, which are slots, but for ``moved_bytes``."""
+    """Return the placement of KV as JSON. Counts are in tokens (one slot each), except ``moved_bytes``."""
     placement = stats.placement
     return {
         "workers": {
@@ -125,7 +135,7 @@ def _sender(name: str, media_type: str) -> Any:
 
 
 def state_of(stats: EngineStats, totals: dict[str, Any], engine: Runtime) -> dict[str, Any]:
-    """Return what the dashboard shows, as JSON. Counts grow from the engine's start; the page takes differences."""
+    """Return the dashboard's data as JSON. Counts grow from the engine's start; the page takes differences."""
     what, remedy = limit_of(stats)
     return {
         "time": time.time(),
@@ -143,6 +153,7 @@ def state_of(stats: EngineStats, totals: dict[str, Any], engine: Runtime) -> dic
         "dead": stats.dead,
         "silent_s": {worker: round(seconds, 1) for worker, seconds in stats.silent.items()},
         "workers": dict(stats.workers),
+        "roles": dict(stats.roles),
         "links": [
             {"transport": choice.transport.value, "reason": choice.reason, "pairs": pairs}
             for choice, pairs in stats.links
@@ -153,8 +164,30 @@ def state_of(stats: EngineStats, totals: dict[str, Any], engine: Runtime) -> dic
     }
 
 
+def lanes_of(spans: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
+    """Return a window of the workers' timelines as JSON: spans by worker, as [stage, lane, begin, length] in us.
+
+    The window ends with the last span, and has at most ``MOST_SHOWN`` of each worker, so that they can be told apart.
+    """
+    latest = [each[-MOST_SHOWN:] for each in spans.values() if each]
+    begin = min((each[0].begin_ns for each in latest), default=0)
+    begin = max((each[0].begin_ns for each in latest if len(each) == MOST_SHOWN), default=begin)
+    end = max((each[-1].end_ns for each in latest), default=0)
+    return {
+        "length_us": (end - begin) // 1000,
+        "workers": {
+            worker: [
+                [span.stage, span.lane, (span.begin_ns - begin) // 1000, (span.end_ns - span.begin_ns) // 1000]
+                for span in each
+                if span.begin_ns >= begin
+            ]
+            for worker, each in sorted(spans.items())
+        },
+    }
+
+
 def limit_of(stats: EngineStats) -> tuple[str, str]:
-    """Return what limits the throughput now, and the command that would help; the command is empty if none would."""
+    """Return what limits the throughput now, and a command that would help; "" if none would."""
     if stats.dead is not None:
         return f"The engine has stopped: {stats.dead.splitlines()[0]}", "lamina launch"
     if stats.silent:

@@ -70,7 +70,7 @@ class CompletionWriter(AnswerWriter):
         return completion_choice(piece) | self._token_ids(piece)
 
     def _token_ids(self, piece: Piece) -> Json:
-        """Return the token ids of a choice if they are wanted; those of its prompt are in the first piece."""
+        """Return a choice's new token ids if requested; the first piece also has its prompt's token ids."""
         if not self._wanted.token_ids:
             return {}
         prompt = self._wanted.prompts[piece.choice // self._wanted.params.n]

@@ -1,4 +1,4 @@
-"""One description of a generation, whichever API asked for it, and its making from the bodies of OpenAI's API."""
+"""Defines ``GenerationRequest``, the form of requests common to all APIs, and reads it from OpenAI's bodies."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,12 +7,12 @@ from typing import Any, Literal
 from lamina.core.errors import RequestError
 from lamina.core.types import SAMPLING_RANGES, SamplingParams, StructuredOutputs, require_in_range
 from lamina.engine.streams import Runtime
+from lamina.models.directory import Defaults
 from lamina.serve.bodies import Body, ChatBody, CompletionBody, parse
 from lamina.serve.http_errors import APIError
-from lamina.text.defaults import Defaults
 from lamina.text.grammars import compile_grammar
 from lamina.text.prompts import encode_chat, prompt_tokens
-from lamina.text.tool_calls import AnswerParser, PlainText
+from lamina.text.tool_calls import AnswerParser, PlainText, WithoutReasoning
 from lamina.text.tools import ToolChoice, calls_parser, forced_calls
 
 COMPLETION_TOKENS = 16
@@ -24,19 +24,19 @@ UsageReports = Literal["none", "last", "every"]
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What the engine runs and how the answer is sent.
+    """The prompts to run, and how to send the answer.
 
     Attributes:
         prompts: Token ids of each prompt.
         params: Sampling parameters of all prompts.
         stream: Send the answer as a stream of events.
         usage: Which events have token counts.
-        echo_logprobs: The log-probabilities of the completions have those of their prompts before them.
-        prompt_logprobs: The answer has the log-probabilities of the prompts in a field of their own.
-        token_ids: The answer has the token ids of prompts and completions.
+        echo_logprobs: Whether log-probabilities of prompts precede those of their completions.
+        prompt_logprobs: Whether the answer has log-probabilities of prompts in a separate field.
+        token_ids: Whether the answer has the token ids of prompts and completions.
         echo: For each prompt, the text to put before its completions; empty for none.
-        ignored: Names of fields that have no meaning here.
-        make_parser: Makes what divides the text of one choice into content, reasoning and tool calls.
+        ignored: Names of the body's fields that have no effect.
+        make_parser: Makes the parser that divides a choice's text into content, reasoning and tool calls.
     """
 
     prompts: Sequence[list[int]]
@@ -51,10 +51,7 @@ class GenerationRequest:
     make_parser: Callable[[], AnswerParser] = PlainText
 
     def submissions(self, max_model_len: int) -> list[tuple[list[int], SamplingParams]]:
-        """Return the prompts as the engine gets them, each with its parameters.
-
-        ``min_tokens`` is bounded by the context, as ``max_tokens`` is.
-        """
+        """Return each prompt with its parameters; the context bounds ``max_tokens`` and ``min_tokens``."""
         return [self._submission(prompt, max_model_len - len(prompt)) for prompt in self.prompts]
 
     def _submission(self, prompt: list[int], room: int) -> tuple[list[int], SamplingParams]:
@@ -98,8 +95,7 @@ def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> G
 
     Without a limit, and if the model has no default, an answer may take the rest of the context.
 
-    Args:
-        clamped: A limit beyond the context means the rest of it, and is no error.
+    ``clamped``: a token limit beyond the context is reduced to the rest of the context instead of being an error.
     """
     require_model(engine, body.model)
     if body.top_logprobs is not None and not body.logprobs:
@@ -128,13 +124,17 @@ def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> G
         skips = body.sampling.pop("skip_special_tokens", False)
         given["skip_special_tokens"] = False if isinstance(skips, bool) else skips
     params = _sampling_params(body, defaults, {"logprobs": "top_logprobs"}, calls, **given)
+    if params.structured_outputs is not None and calls is None:
+        params = replace(params, structured_outputs=form.constrain(params.structured_outputs, text))
+        _require_grammar(params, "response_format")
     if params.truncate_prompt_tokens is None:
         prompt = encode_chat(engine.tokenizer, text, engine.max_model_len)
     else:
         tokens = engine.tokenizer.encode(text, add_special_tokens=False)
         prompt = prompt_tokens(engine.tokenizer, tokens, params, engine.max_model_len)
     make_parser = form.parser(text, calls_parser(choice, form.tools) if tools else None)
-    return _generation(body, engine, [prompt], params, clamped=clamped, make_parser=make_parser)
+    shown = make_parser if body.include_reasoning is not False else lambda: WithoutReasoning(make_parser())
+    return _generation(body, engine, [prompt], params, clamped=clamped, make_parser=shown)
 
 
 def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -142,6 +142,7 @@ def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]])
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
+        variables.setdefault("enable_thinking", body.reasoning_effort != "none")
     continues = bool(body.continue_final_message)
     prompts = body.add_generation_prompt if body.add_generation_prompt is not None else not continues
     if continues and prompts:
@@ -170,7 +171,7 @@ def _generation(
     clamped: bool = False,
     **own: Any,
 ) -> GenerationRequest:
-    """Return the request of a body. ``own``: what its endpoint adds.
+    """Return the request of a body. ``own``: further fields of the request, from the endpoint.
 
     Raises APIError 400 if a prompt and the limit of its answer exceed the context together, unless ``clamped``.
     """
@@ -220,7 +221,7 @@ GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 def _structured_outputs(body: Body) -> tuple[str, Any]:
-    """Return what the answer must match, if anything, and the name of the field that says so. Raises APIError 400."""
+    """Return the body's field that constrains the answer: its name and value. Raises APIError 400."""
     found: dict[str, Any] = {}
     if "structured_outputs" in body.sampling:
         found["structured_outputs"] = body.sampling["structured_outputs"]
@@ -239,7 +240,7 @@ def _structured_outputs(body: Body) -> tuple[str, Any]:
 
 
 def _require_grammar(params: SamplingParams, name: str) -> None:
-    """Raise APIError 400 if what the answer must match cannot be compiled. ``name``: the field that says it."""
+    """Raise APIError 400 if the answer's grammar cannot be compiled. ``name``: field that gives the grammar."""
     if params.structured_outputs is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""OpenAI's responses: their bodies become those of chats, and answers become output items. None are stored."""
+"""Implements OpenAI's responses API without storage: translates bodies to those of chats, writes output items."""
 
 import time
 import uuid

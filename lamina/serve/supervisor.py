@@ -1,7 +1,7 @@
-"""Owns what outlives an engine: its workers' processes, the cluster's secret, the socket that workers connect to.
+"""Owns the processes of a server's engine and workers, the cluster's secret and the socket that workers connect to.
 
-The engine runs in a process of its own. If that ends, another one takes over the workers, which keep their weights, and
-frontends send it the requests that had not ended. What an engine says is that it stops by itself, and why, is final.
+If the engine's process ends, a new engine takes over the workers, which keep their weights, and frontends send it their
+unfinished requests. An engine that reports that it has stopped by itself is not restarted.
 """
 
 import contextlib
@@ -95,9 +95,9 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, name="lamina-supervisor", daemon=True)
 
     def __enter__(self) -> Self:
-        """Start the engine and its workers. A signal is raised again once this wait has ended.
+        """Start the engine and its workers. A signal during the wait is raised again after it.
 
-        Raises what the engine raised if they cannot be started.
+        Raises the engine's error if they cannot be started.
         """
         try:
             with collected() as signals:
@@ -122,7 +122,7 @@ class Supervisor:
 
     @property
     def summary(self) -> str:
-        """Description of the engine, for people."""
+        """Description of the engine, in words."""
         return "" if self.serving is None else self.serving.summary
 
     def on_frontend_exit(self, frontend: str) -> None:
@@ -151,7 +151,7 @@ class Supervisor:
             self._workers.kill()
 
     def _run_engine(self) -> str:
-        """Run an engine until its process has ended. Returns how it has."""
+        """Run an engine until its process has ended; return how it has ended."""
         before = self.serving
         ours, theirs = multiprocessing.Pipe()
         with theirs:
@@ -212,7 +212,7 @@ class Supervisor:
             before = f", and {self._restarts.most} others before it" if at is None else ""
             self._give_up(f"{how}{before}")
             return
-        if not served:  # its workers may be what it failed of
+        if not served:  # its workers may have been the cause
             self._saved = None
         if self._saved is None:
             self._workers.kill()
@@ -255,7 +255,7 @@ class Supervisor:
             self._tell(Done(self._carry_out(message)))
 
     def _carry_out(self, message: Start | End) -> str:
-        """Start or end workers. Returns why that failed; empty if it did not."""
+        """Start or end workers; return the error, or ""."""
         workers = self._workers
         try:
             if isinstance(message, Start):

@@ -1,10 +1,12 @@
-"""How a model writes its answers: by its chat template, unless the settings say so; and the parser of reasoning."""
+"""Finds out how a model writes reasoning and tool calls, from settings and chat template; the parser of reasoning."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lamina.core.types import ChatSettings
+from lamina.core.types import ChatSettings, StructuredOutputs
+from lamina.text.channels import MARKER, MARKERS, ChannelAnswer, answer_grammar
+from lamina.text.grammars import after_reasoning, as_rule
 from lamina.text.tool_calls import TOOL_PARSERS, AnswerParser, Event, PlainText, Reasoning, held_back
 
 _TOOL_MARKERS = {
@@ -13,10 +15,10 @@ _TOOL_MARKERS = {
     "deepseek_v3": "tool\u2581call\u2581begin",
     "llama3_json": '"parameters":',
 }
-"""What the template of each family contains."""
+"""By parser of tool calls: text by which the family's chat templates are recognised."""
 
 TAGS: Mapping[str, tuple[str, str]] = {"deepseek_r1": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
-"""What is around reasoning, by vLLM's names of parsers."""
+"""Opening and closing tags of reasoning, by vLLM's names of parsers."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +27,19 @@ class ChatFormat:
 
     Attributes:
         tools: Name of the parser of tool calls; None if the form is not known.
-        tags: What is around reasoning; None if the model writes none.
+        tags: Opening and closing tag of reasoning; None if the model writes none.
+        channels: Answers are in the channels of gpt-oss, which hold reasoning, calls and content.
     """
 
     tools: str | None
     tags: tuple[str, str] | None
+    channels: bool = False
 
     @classmethod
     def choose(cls, settings: ChatSettings, template: str) -> "ChatFormat":
-        """Return the format of a model with this chat template."""
+        named = {settings.tool_call_parser, settings.reasoning_parser}
+        if named & {"openai", "openai_gptoss"} or (named == {"auto"} and MARKER in template):
+            return cls("openai", None, channels=True)
         tools: str | None = settings.tool_call_parser
         if tools == "auto":
             tools = next((name for name, marker in _TOOL_MARKERS.items() if marker in template), None)
@@ -46,16 +52,26 @@ class ChatFormat:
         """Return whether the answer begins within reasoning, because the prompt ends with the opening tag."""
         return self.tags is not None and prompt.rstrip().endswith(self.tags[0])
 
+    def constrain(self, wanted: StructuredOutputs, prompt: str) -> StructuredOutputs:
+        """Return what the answer to ``prompt`` must match as a whole so that its content matches ``wanted``."""
+        if self.channels:
+            return StructuredOutputs(grammar=answer_grammar(as_rule(wanted), prompt))
+        if self.tags is not None and self.inside(prompt):
+            return after_reasoning(wanted, self.tags[1])
+        return wanted
+
     def needs_special(self, special_texts: Collection[str], with_tools: bool) -> bool:
-        """Return whether special tokens must be in the text, because some are marks that the parsers look for."""
-        markers = list(self.tags or ())
-        if with_tools and self.tools is not None:
+        """Return whether special tokens must be in the text, because parsers look for some of them."""
+        markers = list(MARKERS if self.channels else self.tags or ())
+        if with_tools and self.tools is not None and self.tools in TOOL_PARSERS:
             parser = TOOL_PARSERS[self.tools]
             markers += [parser.begin, *parser.noise]
         return any(marker in special_texts for marker in markers)
 
     def parser(self, prompt: str, calls: Callable[[], AnswerParser] | None) -> Callable[[], AnswerParser]:
-        """Return what makes a parser for each choice. ``calls`` makes the parser of what follows reasoning."""
+        """Return a factory of parsers, one for each completion. ``calls`` makes parsers of the text after reasoning."""
+        if self.channels:
+            return lambda: ChannelAnswer(prompt)
         rest = calls or PlainText
         tags, inside = self.tags, self.inside(prompt)
         return rest if tags is None else lambda: ReasoningParser(tags, inside, rest())
@@ -65,14 +81,13 @@ class ReasoningParser:
     """Divides reasoning at the beginning of an answer from the rest, which another parser reads."""
 
     def __init__(self, tags: tuple[str, str], inside: bool, rest: AnswerParser) -> None:
-        """``inside``: the prompt has ended with the opening tag."""
+        """``inside``: the prompt ends with the opening tag."""
         self._begin, self._end = tags
         self._state: Literal["start", "opened", "inside", "after", "rest"] = "opened" if inside else "start"
         self._held = ""
         self._rest = rest
 
     def append(self, text: str) -> list[Event]:
-        """Return what further text adds."""
         events: list[Event] = []
         self._held += text
         if self._state == "start":
@@ -108,7 +123,6 @@ class ReasoningParser:
         return events + self._rest.append(held)
 
     def flush(self) -> list[Event]:
-        """Return what was held back."""
         held, self._held = self._held, ""
         if self._state == "inside":
             return [Reasoning(held)] if held else []

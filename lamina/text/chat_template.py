@@ -60,9 +60,9 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt for ``messages``, OpenAI style: role, and content as a string or a list of text parts.
 
-        Templates get what transformers gives them for the same history with the arguments of tool calls as objects. A
-        template that fails on that is rendered again with an empty string where a message has no content, and last
-        with arguments as JSON text: some templates concatenate them.
+        Templates get what transformers gives them, with the arguments of tool calls as objects. If a template fails on
+        that, it is rendered again with an empty string for missing content, and then with arguments as JSON text, which
+        some templates concatenate.
 
         Args:
             tools: the functions that the model may call, OpenAI style.
@@ -156,10 +156,10 @@ def _is_call(call: Any) -> bool:
 
 
 def _plain_message(message: Mapping[str, Any], fill_content: bool, arguments_as_text: bool) -> dict[str, Any]:
-    """Return a copy of a message for templates, which test whether fields exist: null and empty ones are left out.
+    """Return a copy of a message without null and empty fields, since templates test whether fields exist.
 
     Args:
-        fill_content: Give an empty string as the content of a message that has tool calls alone.
+        fill_content: Set the content of a message that has only tool calls to an empty string.
         arguments_as_text: Give the arguments of tool calls as JSON text, not as objects.
     """
     plain = {key: value for key, value in message.items() if value is not None}

@@ -11,7 +11,6 @@ import msgspec
 
 from lamina.core.errors import RequestError
 from lamina.core.types import CompletionOutput, FinishReason, SamplingParams, StructuredOutputs, ToolCall
-from lamina.text.grammars import after_reasoning
 from lamina.text.prompts import Message, encode_chat
 from lamina.text.tokenizer import Tokenizer
 from lamina.text.tool_calls import AnswerParser, CallArguments, CallBegins, Content, Reasoning
@@ -24,10 +23,10 @@ class Chat:
 
     Attributes:
         prompt: Token ids, up to where the answer begins.
-        wanted: What the answer must match, if anything.
-        needs_special: The marks of tool calls or reasoning are special tokens, which the text must have.
-        make_parser: Makes what divides the text of one answer.
-        read_object: Makes the object of the answer's content; None if no object is wanted.
+        wanted: Constraint that the answer must match; None: none.
+        needs_special: True if the text must include special tokens, which mark tool calls or reasoning.
+        make_parser: Makes the parser of one answer.
+        read_object: Parses the answer's content; None if ``response_format`` was not given.
     """
 
     prompt: list[int]
@@ -37,7 +36,7 @@ class Chat:
     read_object: Callable[[str], Any] | None
 
     def params(self, given: SamplingParams) -> SamplingParams:
-        """Return the parameters of the answer. Raises RequestError if they ask for a second form."""
+        """Return ``given`` with the chat's constraint. Raises RequestError if ``given`` has another constraint."""
         changes: dict[str, Any] = {}
         if self.wanted is not None:
             if given.structured_outputs is not None:
@@ -104,14 +103,12 @@ def prepare_chat(
     if response_format is not None:
         if wanted is not None:
             raise RequestError("tool_choice and response_format both say what the answer must match; give one")
-        wanted = StructuredOutputs(json=response_format)
-        if form.tags is not None and form.inside(text):
-            wanted = after_reasoning(wanted, form.tags[1])
+        wanted = form.constrain(StructuredOutputs(json=response_format), text)
         read_object = getattr(response_format, "model_validate_json", json.loads)
     return Chat(
         encode_chat(tokenizer, text, max_model_len),
         wanted,
-        bool(shown) and form.needs_special(tokenizer.special_texts.values(), True),
+        form.needs_special(tokenizer.special_texts.values(), bool(shown)),
         form.parser(text, calls_parser(choice, form.tools) if shown else None),
         read_object,
     )

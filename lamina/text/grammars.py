@@ -3,6 +3,7 @@
 import functools
 import graphlib
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -32,15 +33,33 @@ def compile_grammar(wanted: StructuredOutputs) -> str:
     return grammar
 
 
-def after_reasoning(wanted: StructuredOutputs, end: str) -> StructuredOutputs:
-    """Return a grammar that allows free text up to the tag ``end``, then requires the JSON schema of ``wanted``.
+def as_rule(wanted: StructuredOutputs) -> str:
+    """Return the right side of a rule in Lark's syntax that matches what ``wanted`` matches."""
+    if wanted.json is not None:
+        schema = json.loads(wanted.json)
+        options = {"whitespace_flexible": True, "whitespace_pattern": JSON_SPACE}
+        return "%json " + json.dumps({**(schema if isinstance(schema, dict) else {}), "x-guidance": options})
+    if wanted.regex is not None:
+        return "/" + re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], wanted.regex) + "/"
+    if wanted.choice is not None:
+        return " | ".join(json.dumps(text) for text in wanted.choice)
+    return f"%lark {{\n{_lark(wanted.grammar or '')}\n}}"
 
-    For prompts that end inside the model's reasoning: the schema holds for the answer, not for the reasoning.
+
+def after_reasoning(wanted: StructuredOutputs, end: str) -> StructuredOutputs:
+    """Return a grammar that allows free text up to the tag ``end``, then requires ``wanted``.
+
+    For prompts that end inside the model's reasoning: ``wanted`` holds for the answer, not for the reasoning.
     """
-    options = {"whitespace_flexible": True, "whitespace_pattern": JSON_SPACE}
-    schema = json.dumps({**json.loads(wanted.json), "x-guidance": options})
     reasoning = f"reasoning[suffix={json.dumps(end)}]: /(.|\\n)*/"
-    return StructuredOutputs(grammar=f"start: reasoning answer\n{reasoning}\nanswer: %json {schema}\n")
+    return StructuredOutputs(grammar=f"start: reasoning answer\n{reasoning}\nanswer: {as_rule(wanted)}\n")
+
+
+def _lark(grammar: str) -> str:
+    """Return a grammar in Lark's syntax. Raises GbnfToLarkError for one in llama.cpp's that cannot be translated."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    return gbnf_to_lark(grammar) if "::=" in grammar else grammar
 
 
 def require_grammar(params: SamplingParams, eos_token_ids: Collection[int]) -> None:
@@ -113,16 +132,15 @@ def _resolve(reference: str, schema: Mapping[str, Any]) -> Any:
 
 def _compile_text(wanted: StructuredOutputs) -> tuple[str, str]:
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+    from llguidance.gbnf_to_lark import GbnfToLarkError
 
     if wanted.regex is not None:
         grammar = LLMatcher.grammar_from_regex(wanted.regex)
     elif wanted.choice is not None:
-        grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in wanted.choice))
+        grammar = LLMatcher.grammar_from_lark("start: " + as_rule(wanted))
     else:
-        text = wanted.grammar or ""
         try:
-            grammar = LLMatcher.grammar_from_lark(gbnf_to_lark(text) if "::=" in text else text)
+            grammar = LLMatcher.grammar_from_lark(_lark(wanted.grammar or ""))
         except GbnfToLarkError as error:
             return "", str(error)
     return grammar, _compile_error(grammar)

@@ -1,18 +1,18 @@
-"""Names the tokens of logprobs: the text and the bytes that they have where they stand."""
+"""Adds to each token of logprobs the text and the bytes that it has at its position."""
 
 from typing import NamedTuple
 
-from lamina.control.logprobs import drawn_token, unpack
+from lamina.control.packed_logprobs import drawn_token, unpack
 from lamina.core.types import Logprob
 from lamina.text.tokenizer import Tokenizer, complete_text
 
 
 class Position(NamedTuple):
-    """Logprobs at one position of a completion, and what the texts of its tokens depend on.
+    """Logprobs at one position of a completion, with what the texts of the tokens depend on.
 
     Attributes:
-        packed: the drawn token and the most likely ones, see ``lamina.control.logprobs``.
-        text: what the drawn token added to the completion, before a stop string was cut off.
+        packed: the drawn token and the most likely ones, packed by ``lamina.control.packed_logprobs``.
+        text: text that the drawn token added to the completion, before a stop string was cut off.
         pending: bytes of an incomplete character before this position.
     """
 
@@ -24,9 +24,9 @@ class Position(NamedTuple):
 def named(position: Position, tokenizer: Tokenizer) -> list[Logprob]:
     """Return the drawn token, then the most likely ones, with their texts and bytes.
 
-    The drawn tokens' texts join to the text of the completion, and their bytes to its UTF-8. Only special tokens are
-    written out although the completion leaves them out. Of a character that several tokens make up, the last one has
-    the text, and each has its bytes.
+    The texts of the drawn tokens concatenate to the text of the completion, and their bytes to its UTF-8, except that
+    special tokens have a text even if the completion leaves them out. If several tokens make up a character, the last
+    token has its text.
     """
     drawn, pending = drawn_token(position.packed), position.pending
 

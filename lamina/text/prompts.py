@@ -57,9 +57,9 @@ def encode_prompt(tokenizer: Tokenizer, text: str, max_model_len: int, add_speci
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt, params: SamplingParams, max_model_len: int) -> list[int]:
-    """Return the tokens of a prompt, of which ``truncate_prompt_tokens`` may keep the last ones alone.
+    """Return the tokens of a prompt, cut to its last tokens by ``truncate_prompt_tokens``.
 
-    Raises what ``encode_prompt`` raises; a text is never too long if it is truncated.
+    Raises RequestError as ``encode_prompt`` does; a text to truncate is never too long.
     """
     most = params.truncate_prompt_tokens
     if most is None:
@@ -73,9 +73,9 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt, params: SamplingParams, 
 
 
 def bad_sequences(words: Iterable[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the token sequences of texts that are not to be generated, as vLLM makes them.
+    """Return the token sequences that must not be generated, given texts, as vLLM makes them.
 
-    A text has its own tokens, and those after a space if they are as many and begin with another token.
+    They are the tokens of a text alone, and of the text after a space if those are as many and begin differently.
     """
     found = []
     for word in words:
@@ -111,13 +111,13 @@ def chat_prompt(
     """Format a conversation by the model's chat template, up to where the answer begins, and tokenise it.
 
     Raises:
-        RequestError: there are no messages, the template rejects them or uses no tools, or as in ``encode_prompt``.
+        RequestError: there are no messages, the template rejects them or uses no tools, or the prompt is too long.
     """
     return encode_chat(tokenizer, tokenizer.apply_chat_template(messages, tools=tools), max_model_len)
 
 
 def encode_chat(tokenizer: Tokenizer, text: str, max_model_len: int) -> list[int]:
-    """Tokenise what a chat template has rendered. Raises what ``encode_prompt`` raises."""
+    """Tokenise the output of a chat template. Raises RequestError as ``encode_prompt`` does."""
     return encode_prompt(tokenizer, text, max_model_len, add_special_tokens=False)  # the template has them
 
 

@@ -11,7 +11,7 @@ from lamina.core.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class StopDecision:
-    """``text``: new text to stream. ``stop``: the stop string that has ended the completion."""
+    """New ``text`` to stream, and the stop string that has ended the completion, if one has."""
 
     text: str
     stop: str | None = None
@@ -21,7 +21,7 @@ class StopStrings:
     """The stop strings of a request with tables for matching, built on first use and shared by its completions."""
 
     def __init__(self, stops: Sequence[str], special_texts: Collection[str] = ()) -> None:
-        """``special_texts``: how the model's special tokens are written."""
+        """``special_texts`` are the texts of the model's special tokens."""
         self._stops = tuple(stops)
         self._special_texts = special_texts
 
@@ -88,7 +88,6 @@ class StopChecker:
     """
 
     def __init__(self, params: SamplingParams, stops: StopStrings | None = None) -> None:
-        """``stops``: the stop strings of ``params``."""
         self._params = params
         self._stops = StopStrings(params.stop) if stops is None else stops
         self._tokens = 0
@@ -101,8 +100,8 @@ class StopChecker:
         """Process the next token.
 
         Args:
-            text: what it adds to the completion, which may be empty.
-            special: how it is written, if it is a special token that is left out of the completion.
+            text: text that the token adds to the completion; may be empty.
+            special: text of a special token that is left out of the completion; else empty.
         """
         self._tokens += 1
         if not self._stops:
@@ -122,8 +121,8 @@ class StopChecker:
         """Return the last text to stream when an end-of-sequence or stop token ends the completion.
 
         Args:
-            text: what the token adds. It is left out unless ``include_stop_str_in_output``.
-            special: how the token is written, if it is a special token. It may complete a stop string.
+            text: text of the last token, left out unless ``include_stop_str_in_output``.
+            special: text of the last token if it is a special token, which may complete a stop string; else empty.
         """
         decision = self.append("", special)
         if decision.stop is not None:

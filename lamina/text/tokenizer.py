@@ -115,8 +115,8 @@ class Tokenizer:
 
     Attributes:
         eos_token_ids: tokens that end a text, by generation_config.json (else config.json) and by the tokenizer.
-        special_texts: how each special token is written, by its id.
-        chat_settings: what the settings say about chats; may be set before the first chat.
+        special_texts: text of each special token, by id.
+        chat_settings: settings of chats; may be set before the first chat.
 
     Raises:
         ModelError: tokenizer.json cannot be read.
@@ -224,7 +224,7 @@ class Tokenizer:
         return found[::-1]
 
     def _fallback_bytes(self) -> dict[int, int]:
-        """By token: its byte, if the decoder turns ``<0x41>`` into A; in some vocabularies it is ordinary text."""
+        """Return the byte of each byte-fallback token; empty if the decoder takes ``<0x41>`` for ordinary text."""
         letter = self._tokenizer.token_to_id("<0x41>")
         if letter is None or self._tokenizer.decode([letter]) != "A":
             return {}
@@ -265,8 +265,7 @@ class Tokenizer:
 
     @cached_property
     def most_bytes_per_token(self) -> int | None:
-        """The most UTF-8 bytes of text that become one token; None if they are unbounded."""
-
+        """Result of the function ``most_bytes_per_token`` for this tokenizer."""
         return most_bytes_per_token(self._tokenizer)
 
     @cached_property
@@ -363,11 +362,7 @@ class IncrementalDetokenizer:
 
 
 class _ByteRun:
-    """Decodes a run of byte-fallback tokens.
-
-    Attributes:
-        pending: bytes of an incomplete character.
-    """
+    """Decodes a run of byte-fallback tokens. ``pending``: bytes of an incomplete character."""
 
     def __init__(self) -> None:
         self.pending = b""
@@ -418,7 +413,7 @@ def check_unicode(text: str) -> int:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token, ... of tokenizer_config.json, whose values are strings or objects with ``content``."""
+    """Return bos_token, eos_token, ... of tokenizer_config.json, given as strings or objects with ``content``."""
     tokens = {}
     for key, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value

@@ -49,11 +49,11 @@ class AnswerParser(Protocol):
     """Divides the text of one answer into events."""
 
     def append(self, text: str) -> list[Event]:
-        """Return what further text adds."""
+        """Return the events of further text."""
         ...
 
     def flush(self) -> list[Event]:
-        """Return what was held back: no text follows."""
+        """Return the events of text that was held back, at the end of the answer."""
         ...
 
 
@@ -61,12 +61,25 @@ class PlainText:
     """All text is content."""
 
     def append(self, text: str) -> list[Event]:
-        """Return the text."""
         return [Content(text)] if text else []
 
     def flush(self) -> list[Event]:
-        """Return nothing."""
         return []
+
+
+class WithoutReasoning:
+    """Leaves out the reasoning that another parser finds."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+
+    def append(self, text: str) -> list[Event]:
+        """Return what further text adds."""
+        return [event for event in self._parser.append(text) if not isinstance(event, Reasoning)]
+
+    def flush(self) -> list[Event]:
+        """Return what was held back."""
+        return [event for event in self._parser.flush() if not isinstance(event, Reasoning)]
 
 
 _Reader = Generator[None, str, None]
@@ -79,14 +92,14 @@ class _CallObject:
     """Follows one JSON object with the name of a function and its arguments.
 
     Attributes:
-        raw: What has been read.
-        name: The function, once it is known.
-        done: The object has ended.
-        failed: This is no such object.
+        raw: Text read so far.
+        name: Name of the function, once it has been read.
+        done: True once the object has ended.
+        failed: True if the text is not such an object.
     """
 
     def __init__(self, name: str | None = None) -> None:
-        """``name``: known already; the value that follows is the arguments."""
+        """``name``: the function, if only its arguments follow."""
         self.raw = ""
         self.name = name
         self.done = self.failed = False
@@ -109,7 +122,7 @@ class _CallObject:
         return at
 
     def pop_arguments(self) -> str:
-        """Return the text of arguments that is new, once the name is known."""
+        """Return and forget new text of the arguments; empty until the name is known."""
         if self.name is None:
             return ""
         text, self._arguments = self._arguments, ""
@@ -201,7 +214,7 @@ def held_back(text: str, *markers: str) -> int:
 
 
 class _Calls:
-    """A parser as a machine: each state reads from ``self._rest`` and returns whether it can go on."""
+    """A state machine: ``_state`` is a method that reads from ``_rest``, and returns whether to call the next state."""
 
     begin = ""
     """The marker before a call."""
@@ -218,7 +231,6 @@ class _Calls:
         self._announced = False
 
     def append(self, text: str) -> list[Event]:
-        """Return what further text adds."""
         self._rest += text
         while self._state():
             pass
@@ -226,7 +238,7 @@ class _Calls:
         return events
 
     def flush(self) -> list[Event]:
-        """Return what was held back as content, but for a call that was cut off."""
+        """Return text that was held back as content; the beginning of an announced call is dropped."""
         if self._state == self._in_content:
             self._add_content(self._rest)
         elif self._call.raw and not self._announced and not self._call.done:

@@ -7,8 +7,9 @@ import msgspec
 
 from lamina.core.errors import RequestError
 from lamina.core.types import StructuredOutputs
+from lamina.text.channels import calls_grammar
 from lamina.text.chat_format import ChatFormat
-from lamina.text.grammars import after_reasoning
+from lamina.text.grammars import as_rule
 from lamina.text.tool_calls import TOOL_PARSERS, AnswerParser, JsonCalls, NamedCall, PlainText
 
 MOST_TOOLS = 1024
@@ -30,8 +31,6 @@ class Tool(msgspec.Struct, tag="function", tag_field="type"):
 
 
 class NamedFunction(msgspec.Struct):
-    """The name of a function."""
-
     name: str
 
 
@@ -59,7 +58,7 @@ def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 def forced_calls(
     tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool, form: ChatFormat, prompt: str
 ) -> StructuredOutputs | None:
-    """Return what an answer to ``prompt`` must match that has to call tools; None if it need not call any.
+    """Return the constraint on an answer to ``prompt`` that must call tools; None if it need not call any.
 
     Raises:
         RequestError: there is no such tool.
@@ -67,14 +66,19 @@ def forced_calls(
     schema = forced_schema(tools, choice, parallel)
     if schema is None:
         return None
-    wanted = StructuredOutputs(json=schema)
-    return after_reasoning(wanted, form.tags[1]) if form.tags is not None and form.inside(prompt) else wanted
+    if form.channels:
+        named = choice.function.name if isinstance(choice, NamedTool) else None
+        functions = [tool["function"] for tool in tools if named in (None, tool["function"]["name"])]
+        schemas = {function["name"]: function.get("parameters") or {"type": "object"} for function in functions}
+        rules = {name: as_rule(StructuredOutputs(json=schema)) for name, schema in schemas.items()}
+        return StructuredOutputs(grammar=calls_grammar(rules))
+    return form.constrain(StructuredOutputs(json=schema), prompt)
 
 
 def forced_schema(tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> dict[str, Any] | None:
     """Return the JSON schema of calls that the model must make; None if it need not call anything.
 
-    A named tool has the schema of its arguments; "required" one of a list of calls, or of one if not ``parallel``.
+    For a named tool, that is the schema of its arguments; for "required", a list of calls, of one if not ``parallel``.
 
     Raises:
         RequestError: there is no such tool.
@@ -131,14 +135,15 @@ def _hoisted(schema: dict[str, Any], prefix: str, shared: dict[str, Any]) -> dic
 
 
 def calls_parser(choice: ToolChoice, family: str | None) -> Callable[[], AnswerParser]:
-    """Return what makes a parser of calls.
+    """Return a factory of parsers of tool calls.
 
     Args:
-        family: the form of calls that no grammar enforces; None if it is not known: then no calls are found.
+        choice: the request's choice. Unless it is "auto", a grammar enforces the form of calls.
+        family: key of ``TOOL_PARSERS`` for "auto"; None: no calls are found.
     """
     if isinstance(choice, NamedTool):
         name = choice.function.name
         return lambda: NamedCall(name)
     if choice == "required":
         return JsonCalls
-    return PlainText if family is None else TOOL_PARSERS[family]
+    return PlainText if family is None else TOOL_PARSERS.get(family, PlainText)

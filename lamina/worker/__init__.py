@@ -1,1 +1,1 @@
-"""What compute and memory workers have in common: process, links, the end of an epoch."""
+"""What compute and memory workers share: process, loop, links to peers, and the end of an epoch."""

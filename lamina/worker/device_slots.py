@@ -1,4 +1,4 @@
-"""Registers the slots and inboxes of a worker's links with its device, which writes into those of peers."""
+"""Registers the message slots of a worker's links with its device, so that a GPU reads and writes them directly."""
 
 import logging
 from collections.abc import Collection, Iterable
@@ -26,7 +26,7 @@ class Mapper(Protocol):
         """Inboxes that the device reads and writes; None if it has no memory of its own."""
 
     def register_own(self, memory: memoryview) -> None:
-        """Make ``memory``, which peers write as long as this process lives, quick to copy from."""
+        """Pin ``memory``, which peers write as long as this process lives, for quick copies to the device."""
 
     def map_peer(self, peer: str, memory: memoryview) -> bool:
         """Let kernels write messages into ``memory`` of a peer, until ``unmap_peer``. False if they cannot."""
@@ -35,10 +35,10 @@ class Mapper(Protocol):
         """End writing into a peer's memory."""
 
     def arrived(self, array: Any) -> Any:
-        """Return a part of an own inbox, uint8 [nbytes], as kernels read it."""
+        """Return a part of an inbox of this worker, uint8 [nbytes], as an array of the device."""
 
     def copied(self, body: Any) -> Buffer:
-        """Copy what has ``arrived`` into the host's memory."""
+        """Copy a result of ``arrived`` into the host's memory."""
 
 
 class Slots:
@@ -49,7 +49,7 @@ class Slots:
         self._mapped = set[str]()
 
     def register_channels(self, channels: Iterable[Channel]) -> None:
-        """Register new links with the device, which then writes messages where their receivers read them, if it can."""
+        """Register new links with the device. Where it can, the device then writes messages into their peers' slots."""
         for channel in channels:
             own, _ = self._links.leases(channel.name)
             self._device.register_own(self._links.arena.view(own.offset, own.nbytes))
@@ -76,7 +76,7 @@ class Slots:
             logger.warning(_ASTRAY, self._links.name, peer)
 
     def unmap_others(self, names: Collection[str]) -> None:
-        """Unmap the memory of all peers but these, whose links have ended."""
+        """Unmap the memory of all peers but ``names``: the links to the others have ended."""
         for name in self._mapped.difference(names):
             self._device.unmap_peer(name)
         self._mapped.intersection_update(names)

@@ -14,9 +14,7 @@ from lamina.transport.endpoint import Wait
 from lamina.worker.links import Links
 
 SLICE_S = 0.05  # between two polls for control messages while a worker waits for rings
-_INCARNATION_BITS = (
-    32  # the ring's value holds the incarnation above the epoch's number; it exceeds all values of ``Links.link``
-)
+_INCARNATION_BITS = 32  # the ring's value holds the incarnation above the epoch's number
 
 
 class Fence:
@@ -48,7 +46,7 @@ class Fence:
         self._links.disconnect_for_good(error.peer)
         self._stop(error)
 
-    def miss(self, peer: str) -> None:
+    def on_newcomer_lost(self, peer: str) -> None:
         """Report to the engine that a new member was lost before it was linked. Steps stop until the epoch ends."""
         self._stop(PeerLostError(peer, "it was lost while it joined"))
 
@@ -57,7 +55,9 @@ class Fence:
         self._control.send(PeerLost(error.peer, str(error)))
 
     def begin_epoch(self, topology: Topology) -> None:
-        """Begin the epoch of ``topology`` and ring all peers. The caller has dropped its steps before."""
+        """Begin the epoch of ``topology`` and ring all peers. The caller has dropped its steps in flight."""
+        if topology.epoch.incarnation > self.epoch.incarnation:  # another engine, which has ended all other processes
+            self._links.remove_leavers()
         self.epoch, self._lost = topology.epoch, False
         self._links.apply_topology(topology)
         self._missing = list(self._links.peers)
@@ -66,7 +66,7 @@ class Fence:
         self._report()
 
     def stand_by(self, wait: Wait) -> ToWorker | None:
-        """Wait shortly for a ring or a control message, while not ``open``. Returns the message, or None.
+        """Wait up to ``SLICE_S`` for a ring or a control message, while not ``open``. Returns the message, or None.
 
         Raises PeerLostError.
         """

@@ -1,4 +1,4 @@
-"""A worker's links to its peers: made at the start, for workers that join, and ended."""
+"""A worker's links to its peers: leases of its arena, connections over a transport, and the proof that each works."""
 
 import contextlib
 import functools
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class LinkEndpoint(Endpoint, Protocol):
-    """An endpoint that shares the worker's arena with other endpoints, see ``transport.endpoint.ArenaEndpoint``."""
+    """An endpoint that shares the worker's arena with the endpoints of other transports."""
 
     spin_s: float
 
@@ -46,9 +46,9 @@ class Member:
     """A worker as its peers know it.
 
     Attributes:
-        secret: known to the workers of this cluster alone.
-        address: of this machine, as peers reach it.
-        bind: of this machine, to listen on; empty: ``address``.
+        secret: secret of the data plane, which only workers of this cluster know.
+        address: address at which peers reach this machine.
+        bind: address to listen on; empty: ``address``.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Member:
 
 @dataclass
 class _Round:
-    """Proofs that are awaited: ``waiting`` has the transport of each peer whose proof has not arrived."""
+    """A round of linking: ``waiting`` has the transport of each peer whose proof has not arrived."""
 
     number: int
     waiting: dict[str, Transport]
@@ -90,7 +90,6 @@ def open_endpoint(member: Member, transport: Transport, tls: bool) -> LinkEndpoi
 
 
 OpenEndpoint = Callable[[Member, Transport, bool], LinkEndpoint]
-"""Opens an endpoint, with the arguments of ``open_endpoint``."""
 
 
 def open_links(
@@ -116,18 +115,18 @@ def open_links(
 
 
 class Links:
-    """A worker's arena and its links to peers: ``link`` until every pair has proved itself, then
-    ``close_unused_endpoints``. Made by ``open_links``.
+    """A worker's arena and its links to peers.
 
-    A peer's lease lasts from ``grant`` to ``end_lease``, which may be later than its disconnection: a lost peer may
-    still write.
+    The engine calls for rounds of ``link`` until each pair of workers has exchanged a proof over some transport; then
+    comes ``close_unused_endpoints``. A peer's lease lasts from ``grant`` to ``end_lease``, which may be later than its
+    disconnection: a lost peer may still write.
 
     Attributes:
-        arena: this worker's.
+        arena: this worker's arena.
         plan: the parts of the arena.
-        hub: what the links' channels share.
+        hub: what the channels of all links share.
         offer: how peers reach the arena.
-        inboxes: of the worker's device.
+        inboxes: memory of the worker's device that peers write; None: the device has none.
     """
 
     def __init__(
@@ -159,7 +158,7 @@ class Links:
         self._current = self._choose_wait()
 
     def grant(self, grant: Grant) -> Granted:
-        """Lease each of these peers a part of the arena; if it has too little room, none of them."""
+        """Lease a part of the arena to each peer in ``grant``, or to none if the arena has too little room."""
         granted: dict[str, Lease] = {}
         try:
             for name, slot_nbytes in grant.slots.items():
@@ -195,10 +194,10 @@ class Links:
         return endpoint if isinstance(endpoint, SharesMemory) else None
 
     def end_lease(self, name: str) -> None:
-        """End a peer's lease, whose part of the arena later peers may get.
+        """End a peer's lease, so that its part of the arena can be leased again.
 
-        The peer provably cannot write here any more: its process was reaped, its TCP connection is closed, or its RDMA
-        queue pair destroyed.
+        The caller guarantees that the peer cannot write any more: its process was reaped, its TCP connection is closed,
+        or its RDMA queue pair is destroyed.
         """
         self.disconnect(name)
         lease = self._leases.pop(name)
@@ -241,7 +240,7 @@ class Links:
 
     @property
     def is_linking(self) -> bool:
-        """True from ``connect`` until ``linked`` has answered."""
+        """True from ``connect`` until ``linked`` has returned a result."""
         return self._round is not None
 
     def linked(self, timeout_s: float) -> Linked | None:
@@ -279,15 +278,14 @@ class Links:
         return Linked(failures)
 
     def _judge_inbox(self, name: str, proof: bytes) -> None:
-        """Show a peer that shares memory whether what its device writes arrives in the inbox for it."""
+        """Tell a peer on this host, through the arena, whether its device's writes into its inbox here arrive."""
         arrived = self.inboxes is not None and self.inboxes.proof_arrived(name, proof)
         self.arena.view(self._leases[name].offset + VERDICT, 1)[0] = arrived
 
     def close_unused_endpoints(self) -> Wait:
         """Close endpoints that no link uses, unless later workers may use them. Returns how to wait for messages.
 
-        Call it once the first links stand. Without a link, the most preferred endpoint stays open for workers that
-        join.
+        Call it once the first workers are linked. Without a link, the most preferred endpoint stays open.
         """
         self._members = set(self._links)
         self._settled = True
@@ -315,11 +313,10 @@ class Links:
 
     @property
     def peers(self) -> list[str]:
-        """Peers that this worker exchanges data with, also peers whose link was cut since ``apply_topology``."""
+        """Peers in the current topology, also those whose link was cut since ``apply_topology``."""
         return sorted(self._members)
 
     def has(self, name: str) -> bool:
-        """True if there is a link to this peer."""
         return name in self._links
 
     def apply_topology(self, topology: Topology) -> None:
@@ -343,23 +340,27 @@ class Links:
             if name in self._leases:
                 self.end_lease(name)
 
+    def remove_leavers(self) -> None:
+        """End the leases of all peers that have left: their processes have ended."""
+        self.remove_peers(list(self._left))
+
     def disconnect_for_good(self, name: str) -> None:
-        """End the link to a peer, if there is a link: nothing that the peer has sent arrives from now on."""
+        """End the link to a peer, if there is one, so that nothing more of the peer arrives."""
         self._forget_channel(name)
         if link := self._links.pop(name, None):
             link.endpoint.disconnect_for_good(link.peer)
 
     def ring(self, name: str, sequence: int) -> None:
-        """Ring the doorbell that a peer's ``bell`` names, behind everything sent to the peer.
+        """Ring the doorbell that a peer's ``bell`` names, after everything that was sent to the peer.
 
-        Without a link, or if the peer is lost, nothing happens: ``wait`` reports it.
+        Does nothing without a link, or if the peer is lost, which ``wait`` reports.
         """
         if link := self._links.get(name):
             with contextlib.suppress(PeerLostError):
                 link.endpoint.ring(link.peer, link.lease.doorbell + PROOF, sequence)
 
     def bell(self, name: str) -> int:
-        """Return the doorbell that ``ring`` of a peer rings here. Its numbers begin beyond the rounds of ``link``."""
+        """Return the doorbell that a peer's ``ring`` rings here."""
         return self._leases[name].doorbell + PROOF
 
     def channel(self, name: str) -> Channel:
@@ -371,11 +372,11 @@ class Links:
         return channel
 
     def inbox(self, name: str) -> Inbox | None:
-        """Return where a peer's device or NIC writes bodies here, if it can."""
+        """Return the device memory into which a peer's device or NIC writes message bodies; None if it cannot."""
         return None if self.inboxes is None else self.inboxes.own(name)
 
     def direct(self, name: str) -> Direct | None:
-        """Return a link's memory for a device of this process; None unless both arenas are mapped here."""
+        """Return the memory of a link that a device may read and write; None unless the peer is on this host."""
         link = self._links.get(name)
         if link is None or not isinstance(link.peer, ShmPeer):
             return None
@@ -384,11 +385,11 @@ class Links:
         return Direct(self._own.native, link.peer.native, self._leases[name], link.lease, self.inbox(name), theirs)
 
     def leases(self, name: str) -> tuple[Lease, Lease]:
-        """Return what a linked peer may write into here, and what this worker may write into there."""
+        """Return the linked peer's lease of this arena, and this worker's lease of the peer's arena."""
         return self._leases[name], self._links[name].lease
 
     def outbox(self, name: str, slot: Slot) -> Outbox:
-        """Return what sends into a slot of a linked peer."""
+        """Return the sender for a slot in a linked peer's arena."""
         return Outbox(self._links[name].endpoint, self._links[name].peer, slot)
 
     def fetch(self, name: str, fetch: Fetch) -> None:
@@ -399,7 +400,7 @@ class Links:
         link.endpoint.fetch(link.peer, fetch)
 
     def disconnect(self, name: str, reason: str = "") -> None:
-        """End the link to a peer, if there is a link; the peer's death no longer ends waits."""
+        """End the link to a peer, if there is one. The peer's death then no longer ends waits."""
         self._forget_channel(name)
         if self._round is not None and name in self._round.waiting:
             del self._round.waiting[name]
@@ -414,7 +415,7 @@ class Links:
             self.hub.forget(channel)
 
     def close(self) -> None:
-        """Leave the data plane and give back its memory. Idempotent."""
+        """Close all endpoints and free the arena. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -428,7 +429,7 @@ class Links:
 
 
 def _place(lease: Lease) -> Slot:
-    """Return where a peer with this lease puts its proof."""
+    """Return the slot for the proof of a peer with this lease."""
     return Slot(lease.offset, PROOF_NBYTES, lease.doorbell + PROOF)
 
 
@@ -442,12 +443,12 @@ def set_up_links(
     inboxes: Inboxes | None,
     open_endpoint: OpenEndpoint = open_endpoint,
 ) -> tuple[Links, Connect]:
-    """Link this worker as the engine directs; returns its links and what they are for.
+    """Link this worker to its peers as the engine directs. Returns the links and the engine's ``Connect``.
 
     Args:
-        control: messages of the engine.
-        resources: closes the links.
-        inboxes: those of the worker's device, if it can have any.
+        control: connection to the engine.
+        resources: stack that closes the links.
+        inboxes: memory of the worker's device that peers may write, if the device has any.
         open_endpoint: opens the endpoint of a transport.
 
     Raises TransportError, PeerLostError, DeadlineError, WorkerError.
@@ -467,13 +468,13 @@ LINKING_SLICE_S = 0.002  # how long a worker may wait for other things while the
 
 
 class Newcomers:
-    """Answers the engine's requests about links without holding up steps: proofs are polled, not waited for."""
+    """Links this worker to workers that join while steps run: proofs are polled, not waited for."""
 
     def __init__(self, control: ControlClient, links: Links) -> None:
         self._control, self._links = control, links
 
     def handle_link_message(self, message: Grant | Link | Forget) -> None:
-        """Do what the engine asks. Connecting to a peer takes seconds if its host does not answer."""
+        """Carry out a request about links. Connecting to a peer takes seconds if its host does not answer."""
         if isinstance(message, Grant):
             self._control.send(self._links.grant(message))
         elif isinstance(message, Link):

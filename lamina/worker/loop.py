@@ -1,5 +1,6 @@
-"""The loop that compute and memory workers have in common: steps, and what the engine says between them."""
+"""The loop of compute and memory workers: it runs steps, and handles the engine's messages between them."""
 
+import time
 from collections.abc import Sequence
 
 from lamina.control.messages import (
@@ -9,6 +10,8 @@ from lamina.control.messages import (
     Forget,
     Grant,
     Link,
+    Observe,
+    Observed,
     Release,
     Step,
     Stop,
@@ -26,7 +29,7 @@ from lamina.worker.links import Links, Newcomers
 
 
 class WorkerLoop:
-    """Serves until the engine says stop. One thread does everything. A subclass says how each part is done."""
+    """Runs steps until the engine sends ``Stop``, in one thread. A subclass implements what differs by role."""
 
     def __init__(self, control: ControlClient, links: Links, device: Mapper, epoch: Epoch, trace: bool) -> None:
         self._control, self._links, self._wait = control, links, links.close_unused_endpoints()
@@ -36,7 +39,7 @@ class WorkerLoop:
         self._running = True
 
     def run(self) -> None:
-        """Serve until the engine says stop."""
+        """Serve until the engine sends ``Stop``."""
         while self._running:
             try:
                 self._serve_once()
@@ -50,16 +53,16 @@ class WorkerLoop:
         """Do what is due, or wait for it briefly. Raises PeerLostError."""
         raise NotImplementedError
 
-    def _take_in(self, plan: StepPlan) -> None:
+    def _apply_plan(self, plan: StepPlan) -> None:
         """Apply a plan's deltas and prepare its step."""
         raise NotImplementedError
 
     def _end_epoch(self, message: EndEpoch) -> None:
-        """Drop every step in flight and what it has left, and begin the next epoch by ``self._fence``."""
+        """Drop every step in flight with its state, and begin the next epoch by ``self._fence``."""
         raise NotImplementedError
 
     def _change_members(self, topology: Topology) -> None:
-        """Go on with other members: nothing that is on its way comes from or goes to one that has left."""
+        """Continue with other members. No message in flight concerns a member that has left."""
         raise NotImplementedError
 
     def _release(self, sequences: Sequence[int]) -> None:
@@ -71,7 +74,7 @@ class WorkerLoop:
             self._running = False
         elif isinstance(message, Step):
             if message.epoch >= self._fence.epoch:
-                self._take_in(message.plan)
+                self._apply_plan(message.plan)
         elif isinstance(message, EndEpoch):
             self._end_epoch(message)
         elif isinstance(message, Change):
@@ -82,5 +85,7 @@ class WorkerLoop:
             self._newcomers.handle_link_message(message)
         elif isinstance(message, Release):
             self._release(message.sequences)
+        elif isinstance(message, Observe):
+            self._control.send(Observed(time.monotonic_ns(), self._timeline.observe()))
         else:
             raise WorkerError(self._control.name, f"a worker cannot take {type(message).__name__} after set-up")

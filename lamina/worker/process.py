@@ -1,4 +1,4 @@
-"""Runs a worker process from its bootstrap to its end, which comes at the latest with that of its engine."""
+"""Runs a worker process: bootstrap, connection to the engine, and exit, at the latest when its parent exits."""
 
 import contextlib
 import os

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lamina.compute.preparation import prepare
+from lamina.compute.split_cache import prepare
 from lamina.core.types import DType
 from lamina.lowering import Target
 from lamina.models import directory

@@ -21,6 +21,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "autoscale": (None, "memory=1:2", "compute=1:2"),
 }
 COUNTS = (1, 2, 4)
+BALANCED = {"slo_ttft_ms": 500, "slo_tbt_ms": 50}
 
 
 def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
@@ -54,6 +55,16 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
         ({"tensor_parallel": 2}, ["a100", "a100", "a100", "h100"], ["cpu"], "tensor_parallel 2 of a100 and h100"),
         ({"tensor_parallel": 2, "autoscale": "compute=1:2"}, ["cpu"] * 2, ["cpu"], "scale memory alone"),
         ({"tensor_parallel": 2, "autoscale": "memory=1:2"}, ["a100"] * 2, ["cpu"], "cannot leave a sum"),
+        ({"autoscale": "prefill=1:2", "slo_tbt_ms": 50}, ["cpu"] * 3, ["cpu"], "without slo_ttft_ms and slo_tbt_ms"),
+        ({**BALANCED, "autoscale": "prefill=1:2"}, ["cpu"], ["cpu"], "one at least must decode; give --compute 2"),
+        ({**BALANCED, "autoscale": "prefill=1:1"}, ["cpu"] * 2, ["local"], "stays there; use memory workers"),
+        ({**BALANCED, "autoscale": "prefill=1:1", "pipelining": "rotational"}, ["cpu"] * 2, ["cpu"], "leave out pipel"),
+        (
+            {**BALANCED, "autoscale": "prefill=1:2", "pipeline_parallel": 2},
+            ["cpu"] * 4,
+            ["cpu"],
+            "a replica changes its role as a whole; give multiples of 2",
+        ),
         ({"pipeline_parallel": 2, "pipelining": "rotational"}, ["cpu"] * 4, ["cpu"], "visits the stages"),
         ({"pipelining": "rotational", "lanes": 4}, ["cpu"] * 2, ["cpu"], "give lanes 3, or leave it out"),
         ({"pipeline_parallel": 2, "lanes": 3}, ["cpu"] * 4, ["cpu"], "lanes 3 with 2 replicas of 2 stages"),

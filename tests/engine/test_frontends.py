@@ -11,7 +11,8 @@ import pytest
 import zmq
 
 from lamina.control.frontend_messages import CompletionTokens, FrontendBootstrap
-from lamina.control.logprobs import pack
+from lamina.control.packed_logprobs import pack
+from lamina.control.timeline import Span
 from lamina.core.errors import EngineDeadError, LaminaError, OverloadedError, RequestError
 from lamina.core.types import Client, FinishReason, Logprob, SamplingParams
 from lamina.engine import frontends
@@ -110,6 +111,10 @@ async def test_requests_go_one_way_and_tokens_the_other(engine: RecordingEngine,
     remote.abort("unknown")
     await until(lambda: engine.aborted == [other])
     assert await asyncio.to_thread(remote.stats) == STATS
+
+
+async def test_the_workers_timeline_comes_from_the_engine(remote: RemoteEngine) -> None:
+    assert await asyncio.to_thread(remote.timeline) == {"compute0": [Span("slice", 1, 2, 3)]}
 
 
 async def test_a_stop_string_is_found_here_and_the_engine_is_told(

@@ -86,5 +86,5 @@ def test_nobody_leaves_while_a_joiner_is_linked_and_has_not_entered() -> None:
     joins = pools_of(TOPOLOGY)._joins
     assert not joins.is_linking
     for stage, links in zip(JoinStage, (False, False, True, True), strict=True):
-        joins._joiners["memory2"] = Joiner("memory2", "memory", 0.0, Mock(), Mock(), stage)
+        joins._joiners[:] = [Joiner(("memory2",), "memory", 0.0, Mock(), Mock(), stage)]
         assert joins.is_linking == links

@@ -24,7 +24,7 @@ def test_another_engine_only_finds_members_that_all_others_know(events: list[tup
         if what == "join" and not ending:
             number += 1
             joiner = Member(f"j{number}", "memory", "cpu", "", 9)
-            topology = topology.joined(joiner, topology.pipeline)
+            topology = topology.joined([joiner], topology.pipeline)
             sent[joiner.name], known[joiner.name] = [], topology.names
         elif what == "leave" and not ending and len(memories) > 1:
             number += 1

@@ -23,10 +23,11 @@ class BruteForce:
             0,
         )
 
-    def use(self, salt: str, ids: Ids) -> None:
+    def use(self, salt: str, ids: Ids, priority: int) -> None:
         self._now += 1
         for length in range(1, len(ids) + 1):
-            self.used[salt, ids[:length].tobytes()] = self._now
+            key = salt, ids[:length].tobytes()
+            self.used[key] = max(self.used.get(key, -(10**6)), self._now - 1_000 * priority)
 
     def oldest(self) -> set[tuple[str, bytes]]:
         """The ends of prefixes that were used least recently, with nothing kept behind them."""
@@ -48,7 +49,10 @@ def whole(node: Node) -> Ids:
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(ids_of)
 calls = st.lists(
-    st.tuples(st.sampled_from("uuue"), st.sampled_from(["", "a"]), prompts, st.integers(1, 12)), max_size=40
+    st.tuples(
+        st.sampled_from("uuue"), st.sampled_from(["", "a"]), prompts, st.integers(1, 12), st.sampled_from([0, 0, -1, 1])
+    ),
+    max_size=40,
 )
 
 
@@ -56,7 +60,7 @@ calls = st.lists(
 @given(calls)
 def test_the_tree_has_what_a_dictionary_has_and_evicts_what_was_used_least_recently(calls: list) -> None:
     tree, brute, held = PrefixTree(), BruteForce(), dict[int, Ids]()  # by sequence: its tokens on the worker
-    for number, (call, salt, ids, amount) in enumerate(calls):
+    for number, (call, salt, ids, amount, priority) in enumerate(calls):
         node, found = tree.find(salt, ids)
         assert found == brute.find(salt, ids) and (node is None) == (found == 0)
         if call == "u":
@@ -72,8 +76,8 @@ def test_the_tree_has_what_a_dictionary_has_and_evicts_what_was_used_least_recen
             assert node is not None
             if found == len(ids) < node.stop:
                 node = tree.split(node, found)
-            tree.use(node)
-            brute.use(salt, ids)
+            tree.use(node, priority)
+            brute.use(salt, ids, priority)
         elif brute.used:
             leaf = tree.oldest()
             if amount < len(leaf.tokens):

@@ -163,6 +163,9 @@ def test_lanes_with_other_sequences_are_served_while_chunks_are_parked(pair: Pai
         chunks.send(chunk)
     chunks.serve(10)
     assert chunks.parked == [1, 2, 3]
+    assert (pair.worker._parked, pair.worker._parked_nbytes) == (3, 4 * chunks.q[0, 10:].size), (
+        "q alone: K and V are pulled"
+    )
     token = np.ones((1, 2, 8), np.float32)
     for step in range(3):
         pair.plan(5, decode_at=20 + step)

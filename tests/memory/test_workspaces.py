@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lamina.control.messages import MemorySetup, Reserve
 from lamina.core.heads import HeadShards
 from lamina.core.types import AttentionSpec, DType, KvElement, Overlap
-from lamina.memory.setup import largest
+from lamina.memory.slab_setup import largest
 from lamina.memory.store import StepTables
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")

@@ -35,6 +35,13 @@ def test_the_bottleneck_is_the_longest_work_not_the_longest_wait() -> None:
     )
 
 
+def test_a_parked_message_is_no_work_and_takes_no_time_from_other_stages() -> None:
+    spans = {"memory0": [Span("parked", 0, 0, 900), Span("attention", 1, 500, 900)]}
+    parts = {part.stage: part.share for part in shares(spans, 0, 1000)}
+    assert parts == pytest.approx({"parked": 0.9, "attention": 0.4, "other": 0.6})
+    assert bottleneck(shares(spans, 0, 1000)).stage == "attention"
+
+
 def test_a_turnaround_goes_from_a_draw_to_the_next_slice_of_the_same_lane_on_any_worker() -> None:
     spans = {
         "compute0": [Span("slice", 0, 0, 100), Span("draw", 0, 100, 130), Span("slice", 1, 140, 200)],

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from lamina.cli import app
 from lamina.cluster import local_workers
 from lamina.cluster.local_workers import LocalWorkers
-from lamina.compute.preparation import prepare
+from lamina.compute.split_cache import prepare
 from lamina.config.engine_config import EngineConfig
 from lamina.control import liveness
 from lamina.core.errors import ConfigError, EngineDeadError, ModelError, RequestError, WorkerError

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from lamina.launch import launch
 from lamina.schedule.scheduler import Scheduler
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, greedy, served
-from tests.support.running import run_all
+from tests.support.running import Killable, Streams, config, run_all, wait_for_recoveries
 from tests.support.sweep import sweep
 from tests.support.waiting import wait_until
 
-TOKENS = 16
+TOKENS, LONG = 16, 40
 SWITCHES: dict[str, dict[str, Any]] = {
     "one and one, TCP": {"compute": "cpu:1", "transport": "tcp"},
     "one and two, segments of 17": {"compute": "cpu:2", "lanes": 6, "kv_tokens_per_worker": 17},
@@ -63,6 +64,110 @@ def test_prompts_apart_equal_hugging_face(
     assert not any(one.decoding.sequences for one in plans if role(one.lane) == "prefill")
     assert not any(one.chunks for one in plans if role(one.lane) == "decode")
     assert sum(len(one.decoding.sequences) for one in plans) >= 12 * (TOKENS - 1)
+
+
+JOIN_S = 60.0
+
+
+def test_roles_change_and_replicas_for_prompts_join_and_leave_while_requests_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No worker loads weights for a role, no lane runs what its role excludes, and every token is that of Hugging
+    Face."""
+    reference = write_prepared(served("llama"), tmp_path)
+    draw = random.Random(4)
+    prompts = [[draw.randrange(3, SERVED_VOCABULARY) for _ in range(count)] for count in (1, 9, 57, 30, 70, 3)]
+    expected = [greedy(reference, prompt, LONG) for prompt in prompts]
+    engine = launch(config(tmp_path, 2, 2))
+    plan_of = Scheduler.plan
+
+    def plan(scheduler: Scheduler, lane: int) -> StepPlan | None:
+        made, role = plan_of(scheduler, lane), engine.topology.pipeline.role(lane)
+        assert made is None or not (role == "prefill" and made.decoding.sequences)
+        assert made is None or not (role == "decode" and any(not chunk.start for chunk in made.chunks))
+        return made
+
+    monkeypatch.setattr(Scheduler, "plan", plan)
+    params = SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
+    changes: list[tuple[dict[str, int], list[str], tuple[str, ...]]] = [
+        ({"prefill": 1, "compute": -1}, ["compute1"], ("compute1",)),
+        ({"prefill": 1}, ["compute2"], ("compute1", "compute2")),
+        ({"prefill": -1, "compute": 1}, ["compute2"], ("compute1",)),
+        ({"prefill": -1}, ["compute1"], ()),
+    ]
+    try:
+        for change, names, prefills in changes:
+            streams = Streams(engine, [(prompt, params) for prompt in prompts])
+            streams.wait_for_tokens(2 * len(prompts))
+            assert engine.scale(**change).result(JOIN_S) == names
+            assert engine.topology.prefills == prefills
+            assert [[one.token_ids for one in each] for each in streams.results()] == [[one] for one in expected]
+        assert engine.topology.epoch.number == 1 and engine.stats().recomputed == 0
+        assert sorted(engine.topology.computes) == ["compute0", "compute2"]
+        with pytest.raises(ConfigError, match="the compute pool has 2, of which 1 must stay: 2 cannot leave"):
+            engine.scale(prefill=2, compute=-2).result(JOIN_S)
+        wait_until(lambda: not any(one.used for one in engine.stats().memory.values()), "slots stayed in use")
+    finally:
+        engine.close()
+
+
+def test_autoscaling_keeps_replicas_for_prompts_within_its_bounds(tmp_path: Path) -> None:
+    reference = write_prepared(served("llama"), tmp_path)
+    prompts = [[3 + number for number in range(count)] for count in (9, 57, 30)]
+    params = SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
+    targets = {"slo_ttft_ms": 60_000, "slo_tbt_ms": 60_000}
+    engine = launch(config(tmp_path, 2, 1, autoscale="prefill=1:1", **targets))
+    try:
+        wait_until(lambda: engine.topology.prefills, "no replica only runs prompts")
+        outputs = run_all(engine, prompts, params)
+        assert [one.outputs[0].token_ids for one in outputs] == [greedy(reference, one, LONG) for one in prompts]
+        stats = engine.stats()
+        assert stats.handovers == len(prompts) and sorted(stats.roles.values()) == ["decode", "prefill"]
+        assert (stats.scaling["prefill"].grown, stats.scaling["prefill"].shrunk) == (1, 0)
+    finally:
+        engine.close()
+
+
+def test_a_replica_of_stages_changes_its_role_as_a_whole(tmp_path: Path) -> None:
+    reference = write_prepared(served("llama"), tmp_path)
+    prompts = [[3 + number for number in range(count)] for count in (9, 57, 30)]
+    expected = [greedy(reference, prompt, LONG) for prompt in prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
+    engine = launch(config(tmp_path, 4, 1, pipeline_parallel=2, lanes=4))
+    try:
+        with pytest.raises(ConfigError, match="a replica has 2 compute workers, which does not divide 1"):
+            engine.scale(prefill=1, compute=-1).result(JOIN_S)
+        with pytest.raises(ConfigError, match="the compute pool has 4, of which 2 must stay: 4 cannot leave"):
+            engine.scale(prefill=4, compute=-4).result(JOIN_S)
+        streams = Streams(engine, [(prompt, params) for prompt in prompts])
+        streams.wait_for_tokens(10)
+        assert sorted(engine.scale(prefill=2, compute=-2).result(JOIN_S)) == ["compute2", "compute3"]
+        assert engine.topology.prefills == ("compute2", "compute3")
+        assert [[one.token_ids for one in each] for each in streams.results()] == [[one] for one in expected]
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_a_lost_replica_for_prompts_is_replaced_in_its_role(tmp_path: Path) -> None:
+    reference = write_prepared(served("llama"), tmp_path)
+    prompts = [[3 + number for number in range(count)] for count in (9, 57, 30)]
+    expected = [greedy(reference, prompt, LONG) for prompt in prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
+    workers = Killable()
+    engine = launch(config(tmp_path, 2, 1, prefill="cpu:1", max_restarts=4), workers=workers)
+    try:
+        for victim, pools in (("compute0", ("compute3",)), ("compute1", ("compute3",)), ("compute2", ("compute3",))):
+            recoveries = engine.stats().recoveries
+            streams = Streams(engine, [(prompt, params) for prompt in prompts])
+            streams.wait_for_tokens(10)
+            workers.signal(victim, signal.SIGKILL)
+            wait_for_recoveries(engine, recoveries + 1)
+            assert [[one.token_ids for one in each] for each in streams.results()] == [[one] for one in expected]
+            wait_until(lambda: len(engine.topology.computes) == 3, "the lost worker was not replaced")
+            assert engine.topology.prefills == pools
+    finally:
+        engine.close()
 
 
 def test_a_pool_for_prompts_that_cannot_serve_is_an_error_before_workers_start() -> None:

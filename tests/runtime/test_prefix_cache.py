@@ -109,3 +109,18 @@ def test_prefixes_make_way_for_requests_and_the_least_recently_used_go_first(mod
         wait_until_idle(engine)
     finally:
         engine.close()
+
+
+def test_the_prefix_of_a_smaller_priority_stays_while_others_come_and_go(model: Path) -> None:
+    """An agent's prompt is found again after its tool has run, though others have filled the memory meanwhile."""
+    engine = start(model, compute="cpu:1", memory="cpu:1", kv_cache_memory_bytes=300_000)
+    try:
+        agent, plain = tokens(60, 1), tokens(60, 2)
+        run(engine, [(agent, replace(GREEDY, priority=-1)), (plain, GREEDY)])
+        slots = next(iter(engine.cluster.capacities.values()))
+        for number in range(-(-3 * slots // 60)):
+            run(engine, [(tokens(60, 10 + number), GREEDY)])
+        kept, evicted = run(engine, [(agent, GREEDY), (plain, GREEDY)])
+    finally:
+        engine.close()
+    assert kept.cached_tokens == 59 and evicted.cached_tokens == 0

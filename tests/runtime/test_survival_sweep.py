@@ -39,7 +39,7 @@ SWITCHES: list[dict[str, object]] = [
     {"plan_ahead": False, "kv_cache_memory_bytes": 400_000},  # hardly room for all: requests move and give way
     {"partition": "head"},
 ]
-SIZES = {"compute": 2, "memory": 3}
+SIZES = {"prefill": 0, "compute": 2, "memory": 3}
 LONGEST_S = 2 * END_S  # for a request, losses and all
 SPARE_FDS = 8  # of a process, for what comes and goes
 

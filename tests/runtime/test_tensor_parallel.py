@@ -53,7 +53,14 @@ def test_a_loss_without_another_replica_ends_the_engine_and_all_requests(
     """While the other ranks may be in the middle of a sum. No process is left."""
     write_prepared(served("llama"), tmp_path, target=Target.CPU if compute == "cpu:2" else Target.GPU, ranks=2)
     workers = LocalWorkers()
-    config = EngineConfig(model=str(tmp_path), compute=compute, memory="cpu:2", tensor_parallel=2, dtype=DType.FLOAT32)
+    config = EngineConfig(
+        model=str(tmp_path),
+        compute=compute,
+        memory="cpu:2",
+        tensor_parallel=2,
+        dtype=DType.FLOAT32,
+        max_restarts=0,
+    )
     engine = launch(config, workers=workers)
     outputs: list[RequestOutput] = []
     started, ended = threading.Event(), threading.Event()

@@ -89,8 +89,8 @@ def test_a_request_decodes_in_another_lane_one_step_after_its_prompt() -> None:
 def test_one_replica_decodes_however_few_are_left() -> None:
     apart = Pipeline(6, 3, prefill=2)
     assert [apart.role(lane) for lane in range(6)] == ["prefill", "prefill", "decode"] * 2
-    assert [apart.with_replicas(2).role(lane) for lane in range(2)] == ["prefill", "decode"]
-    assert apart.with_replicas(1).role(0) == "both"
-    assert apart.with_replicas(1).with_replicas(3).role(1) == "prefill", "once the lost ones are replaced"
+    assert [apart.with_replicas(2, 2).role(lane) for lane in range(2)] == ["prefill", "decode"]
+    assert apart.with_replicas(1, 1).role(0) == apart.with_replicas(2, 0).role(1) == "both"
+    assert apart.with_replicas(1, 1).with_replicas(3, 2).role(1) == "prefill", "once the lost ones are replaced"
     with pytest.raises(ValueError, match="fixed"):
         Pipeline(4, 3, rotates=True, prefill=1)

@@ -120,7 +120,7 @@ class Striped(Driver):
         self.joined += 1
         self.stores[f"memory{number}"] = self.store(number, room)
         member = Member(f"memory{number}", "memory", "cpu", "", room)
-        self.topology = self.topology.joined(member, FIXED)
+        self.topology = self.topology.joined([member], FIXED)
         self.turn.change_members(self.topology)
 
     def leave(self) -> None:

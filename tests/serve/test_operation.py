@@ -182,6 +182,13 @@ def test_metrics_say_what_runs_and_how_workers_are_linked(server: Running) -> No
         ("lamina_kv_slots_cached", "memory0"): 3,
         ("lamina_kv_slots", "memory0"): 9,
         ("lamina_workers", "memory0", "serving"): 1,
+        ("lamina_workers", "compute0", "serving"): 1,
+        ("lamina_workers", "compute1", "serving"): 1,
+        ("lamina_worker_roles", "compute0", "prefill"): 1,
+        ("lamina_worker_roles", "compute1", "decode"): 1,
+        ("lamina_handovers_total",): 4,
+        ("lamina_parked_total", "memory0"): 2,
+        ("lamina_parked_bytes_total", "memory0"): 4096,
         ("lamina_autoscale_load", "memory"): 1.75,
         ("lamina_autoscale_bound", "least", "memory"): 1,
         ("lamina_autoscale_bound", "memory", "most"): 4,
@@ -246,6 +253,8 @@ def test_status_shows_what_a_server_s_metrics_say(server: Running, capsys: pytes
     assert lines(server.http.get("/metrics").text) == [
         "requests  1 running, 2 waiting, 3 steps so far",
         "memory0   serving, 5 of 9 token slots in use",
+        "compute0  serving, runs prompts",
+        "compute1  serving, decodes",
         f"autoscale memory 1 to 4 workers, load of 1.75; {time.strftime('%H:%M:%S', time.localtime(1e9))}: "
         "+2, requests waited",
         "network   shm between 1 pair of workers (same host)",

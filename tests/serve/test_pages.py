@@ -9,8 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from lamina.control.timeline import Span
 from lamina.engine.stats import EngineStats, MemoryStats
-from lamina.serve.monitoring import FILES, STATE_PATH, WEB, limit_of
+from lamina.serve.monitoring import FILES, LANES_PATH, MOST_SHOWN, STATE_PATH, WEB, lanes_of, limit_of
 from tests.support.scripted_engine import FakeEngine, Running
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -57,6 +58,17 @@ def test_the_state_counts_the_tokens_and_times_of_answers(server: Running) -> No
     assert now[-1][0] is None
 
 
+def test_lanes_are_told_by_worker_in_microseconds(server: Running) -> None:
+    told = httpx.get(server.url + LANES_PATH).json()
+    assert told["workers"]["compute0"][:2] == [["slice", 0, 0, 600], ["slice", 0, 1000, 600]]
+    assert told["workers"]["memory0"][0] == ["attention", 0, 600, 300] and told["length_us"] == 98_900
+    many = [Span("slice", 0, 1_000 * start, 1_000 * start + 900) for start in range(2 * MOST_SHOWN)]
+    few = [Span("attention", 0, 5, 10), Span("attention", 0, 1_000 * MOST_SHOWN + 900, 1_000 * MOST_SHOWN + 1_000)]
+    window = lanes_of({"compute0": many, "memory0": few})["workers"]
+    assert len(window["compute0"]) == MOST_SHOWN and len(window["memory0"]) == 1 and window["compute0"][0][2] == 0
+    assert lanes_of({}) == {"length_us": 0, "workers": {}}
+
+
 def stats(used: int, waiting: int, **changes: object) -> EngineStats:
     base = FakeEngine().stats()
     memory = {"memory0": MemoryStats(used, 1000, 3)}
@@ -83,7 +95,11 @@ def test_the_limit_named_is_what_requests_wait_for(given: EngineStats, what: str
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium; Debian: apt-get install chromium")
 @pytest.mark.parametrize(
-    ("path", "shown"), [("/dashboard", [">memory0<", ">Live<", "requests running"]), ("/", [">fake<"])]
+    ("path", "shown"),
+    [
+        ("/dashboard", [">memory0<", ">Live<", "requests running", "compute0: slices 60 %, attention 0 %"]),
+        ("/", [">fake<"]),
+    ],
 )
 def test_a_browser_shows_the_server_s_state(server: Running, path: str, shown: list[str], tmp_path: Path) -> None:
     assert CHROMIUM is not None

@@ -111,6 +111,35 @@ def test_a_forced_call_may_follow_reasoning(server: Running, monkeypatch: pytest
     assert params.structured_outputs is not None and params.structured_outputs.grammar is not None
 
 
+def test_a_schema_holds_for_what_follows_reasoning(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripted_engine, "TEMPLATE", ChatTemplate("<think>\n", {}))
+    say(monkeypatch, "So.</think>{}")
+    message = server.post(CHAT, messages=USER, response_format={"type": "json_object"}).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == "So." and message["content"] == "{}"
+    ((_, params),) = server.engine.submitted
+    assert params.structured_outputs is not None and "</think>" in (params.structured_outputs.grammar or "")
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_channels_of_gpt_oss(
+    client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch, choice: Any
+) -> None:
+    monkeypatch.setattr(FakeTokenizer, "chat_format", ChatFormat("openai", None, channels=True))
+    monkeypatch.setattr(scripted_engine, "TEMPLATE", ChatTemplate("{{ tools }}<|start|>assistant", {}))
+    thought = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant"
+    say(monkeypatch, thought + '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"city": "x"}')
+    with client.chat.completions.stream(model="fake", messages=USER, tools=TOOLS, tool_choice=choice) as stream:
+        message = stream.get_final_completion().choices[0].message
+    call: Any
+    (call,) = message.tool_calls or [None]
+    assert (call.function.name, call.function.arguments) == ("look", '{"city": "x"}') and not message.content
+    ((_, params),) = server.engine.submitted
+    assert (params.structured_outputs is not None) is (choice == "required")
+    say(monkeypatch, thought + "<|channel|>final<|message|>Yes.")
+    answer = client.responses.create(model="fake", input="a")
+    assert answer.output_text == "Yes." and [item.type for item in answer.output] == ["reasoning", "message"]
+
+
 def test_without_a_choice_tools_are_not_shown(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     say(monkeypatch, TEXT)
     message = server.post(CHAT, messages=USER, tools=TOOLS, tool_choice="none").json()["choices"][0]["message"]
@@ -123,6 +152,31 @@ def test_markers_that_are_special_tokens_stay_in_the_text(server: Running, monke
     for given in (TOOLS, []):
         server.post(CHAT, messages=USER, tools=given, skip_special_tokens=True)
     assert [params.skip_special_tokens for _, params in server.engine.submitted] == [False, True]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_reasoning_may_be_left_out(
+    client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    say(monkeypatch, "<think>So.</think>Yes.")
+    extra = {"include_reasoning": False}
+    if stream:
+        chunks = client.chat.completions.create(model="fake", messages=USER, stream=True, extra_body=extra)
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        assert "".join(delta.content or "" for delta in deltas) == "Yes."
+        assert not any((delta.model_extra or {}).get("reasoning_content") for delta in deltas)
+    else:
+        message = client.chat.completions.create(model="fake", messages=USER, extra_body=extra).choices[0].message
+        assert message.content == "Yes." and not (message.model_extra or {}).get("reasoning_content")
+
+
+@pytest.mark.parametrize(("effort", "thinks"), [("none", "False"), ("low", "True"), (None, "")])
+def test_an_effort_of_none_turns_thinking_off(
+    server: Running, monkeypatch: pytest.MonkeyPatch, effort: str | None, thinks: str
+) -> None:
+    monkeypatch.setattr(scripted_engine, "TEMPLATE", ChatTemplate("{{ enable_thinking }}<go>", {}))
+    assert server.post(CHAT, messages=USER, reasoning_effort=effort).status_code == 200
+    assert shown(server) == thinks + "<go>"
 
 
 def test_variables_and_the_end_of_the_prompt(server: Running) -> None:

@@ -53,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
             totals[place] += figure
     minutes = (time.perf_counter() - begun) / 60
     steps, requests, faults, seconds = totals
+    print(f"in all: {steps} steps, {requests} requests, {faults} faults")
     print(
         f"{seconds:.0f} s simulated in {60 * minutes:.1f} s; per minute of wall time: {steps / minutes:.0f} steps, "
         f"{requests / minutes:.0f} requests, {faults / minutes:.0f} faults"
@@ -61,7 +62,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(seed: int, steps: int, kept: Sequence[int] | None):
-    from tests.simulation.cluster import Simulation, faults
+    from tests.simulation.cluster import Simulation
+    from tests.simulation.scenario import faults
 
     planned = faults(seed, steps)
     if kept is not None:

@@ -2,7 +2,7 @@
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -18,6 +18,7 @@ from lamina.core.errors import DeadlineError, UnreachableError
 from lamina.core.topology import Role, Topology
 from lamina.dataplane.transport_choice import Transport
 from lamina.memory import worker as memory
+from lamina.worker.fence import Fence
 from lamina.worker.links import Member
 from lamina.worker.process import Worker, serve
 from tests.simulation.model import load
@@ -63,9 +64,12 @@ class Process:
         return self.worker
 
     def _open(self, member: Member, transport: Transport, tls: bool) -> SimulatedEndpoint:
-        endpoint = SimulatedEndpoint(member.name, self._network, self.task)
+        endpoint = SimulatedEndpoint(member.name, self._network, self.task, self._fence)
         self.endpoints.append(endpoint)
         return endpoint
+
+    def _fence(self) -> Fence | None:
+        return None if self.worker is None else self.worker._fence
 
     def _spend(self, rows: int) -> None:
         self._world.block(SLICE_S * (1 + rows / 100))
@@ -110,6 +114,7 @@ class Processes(Launcher):
             raise OSError("cannot allocate memory")
         self.network.world.tell(f"{name} starts")
         self.all[name] = Process(self, name, worker.role)
+        self._left_out.discard(name)
 
     def ended(self) -> Mapping[str, str]:
         return {name: one.reason for name, one in self.all.items() if one.reason and name not in self._left_out}
@@ -120,6 +125,22 @@ class Processes(Launcher):
 
     def end_others(self, workers: Sequence[str]) -> None:
         for name in self.all.keys() - self._left_out - set(workers):
+            self.kill_worker(name)
+
+    def start_again(self) -> None:
+        """Kill all workers and forget them."""
+        self.kill()
+        self.all.clear()
+        self._left_out.clear()
+
+    @property
+    def processes(self) -> set[str]:
+        """The workers that run, or have exited by themselves, as ``SupervisedWorkers.processes``."""
+        return self.all.keys() - self._left_out
+
+    def kill_workers(self, names: Collection[str]) -> None:
+        """Kill several workers, as ``SupervisedWorkers.kill_workers``."""
+        for name in sorted(names):
             self.kill_worker(name)
 
     def wishes(self) -> Sequence[Wish]:
@@ -208,7 +229,7 @@ class SimulatedServer(ControlServer):
             self.wake()
             self._woken = False
         else:
-            self.liveness.heard(worker)
+            self.liveness.on_message(worker)
 
     @override
     def receive(self, timeout_s: float) -> Iterator[tuple[str, ToEngine]]:
@@ -222,7 +243,7 @@ class SimulatedServer(ControlServer):
         while self._inbox:
             worker, payload = self._inbox.popleft()
             if worker in self._members or worker in self._joining:
-                self.liveness.heard(worker)
+                self.liveness.on_message(worker)
                 yield worker, decode(worker, payload)
 
     @override
@@ -232,9 +253,9 @@ class SimulatedServer(ControlServer):
                 self._network.send("heartbeat", ENGINE, worker, partial(self._echo, worker))
 
     def _echo(self, worker: str) -> None:
-        task = self._processes.all[worker].task
-        if task.dead:
+        if (process := self._processes.living.get(worker)) is None:
             return
+        task = process.task
         if task.stopped_until > self._world.now:
             self._world.call_at(task.stopped_until, partial(self._echo, worker))
             return

@@ -8,7 +8,9 @@ into the state after the attention. A token that is missing, counted twice, out 
 layer changes the state, and by it all later tokens.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -79,22 +81,34 @@ def logits(states: Words) -> torch.Tensor:
 
 
 class HashRunner(NativeRunner):
-    """Runs the slices of the model. ``on_slice``: called before each, with its rows."""
+    """Runs the slices of one rank of the model, with its heads; the sums of all heads meet in ``sums``.
 
-    attentions: tuple[AttentionSpec, ...] = ATTENTIONS
+    Args:
+        sums: Adds tensors up with the other ranks.
+        on_slice: Called before each slice, with its rows.
+    """
+
     contexts: tuple[tuple[Crossing, ...], ...] = (_CONTEXT,) * LAYERS
     slices = range(LAYERS + 1)
     sinks: Sequence[npt.NDArray[np.float32] | None] = (None,) * LAYERS
 
-    def __init__(self, on_slice: Callable[[int], None]) -> None:
+    def __init__(self, sums: Sums, on_slice: Callable[[int], None]) -> None:
         super().__init__(DType.FLOAT32)
-        self._on_slice = on_slice
+        self._sums, self._on_slice = sums, on_slice
+        rank, groups = sums.rank, min(sums.rank.count, KV_HEADS)
+        self._queries = _part(QUERY_HEADS, rank.number, rank.count)
+        self._heads = _part(KV_HEADS, rank.number * groups // rank.count, groups)
+        own = len(range(QUERY_HEADS)[self._queries]), len(range(KV_HEADS)[self._heads])
+        self.attentions = tuple(dataclasses.replace(spec, query_heads=own[0], kv_heads=own[1]) for spec in ATTENTIONS)
 
     def reserve(self, rows: int, draws: int, shards: int) -> None:
         """Nothing is reserved."""
 
     def padded(self, rows: int) -> int:
         return padded(rows)
+
+    def recorded_steps(self, memory: Any) -> None:
+        """Nothing is recorded."""
 
     def run(
         self,
@@ -104,9 +118,9 @@ class HashRunner(NativeRunner):
         context: tuple[torch.Tensor, ...],
     ) -> SliceOutput:
         self._on_slice(len(rows.ids))
-        q = torch.zeros(len(rows.ids), QUERY_HEADS, SIZE)
+        q = torch.zeros(len(rows.ids), self.attentions[index].query_heads, SIZE)
         states = self._states(index, rows, attention, context)
-        v = torch.from_numpy(values(states, index))
+        v = torch.from_numpy(np.ascontiguousarray(values(states, index)[:, self._heads]))
         return SliceOutput((q, v * 0.125, v, torch.from_numpy(states.view(np.int64).reshape(-1, 1).copy())))
 
     def logits(
@@ -121,19 +135,29 @@ class HashRunner(NativeRunner):
         positions = rows.positions.numpy()
         if attention is None:
             return first_states(rows.ids.numpy(), positions)
-        sums = attention.numpy().astype(np.float64) * seen(positions, index - 1)[:, None, None]
-        return states_after(context[0].numpy().reshape(-1).view(np.uint64), sums, index - 1)
+        own = attention.numpy().astype(np.float64) * seen(positions, index - 1)[:, None, None]
+        if self._sums.rank.count == 1:
+            return states_after(context[0].numpy().reshape(-1).view(np.uint64), own, index - 1)
+        sums = torch.zeros(len(positions), QUERY_HEADS, SIZE)
+        sums[:, self._queries] = torch.from_numpy(np.rint(own).astype(np.float32))
+        total = self._sums.reduce(sums).numpy().astype(np.float64)
+        return states_after(context[0].numpy().reshape(-1).view(np.uint64), total, index - 1)
+
+
+def _part(count: int, number: int, parts: int) -> slice:
+    """Return the places of one of so many equal parts of ``count`` heads."""
+    return slice(count * number // parts, count * (number + 1) // parts)
 
 
 def load(
     control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sums, on_slice: Callable[[int], None]
 ) -> tuple[Runner, HeadShards]:
     """Do what ``compute.loading.load`` does, for this model."""
-    runner = HashRunner(on_slice)
-    context = runner.padded(setup.rows) * context_nbytes_per_token(ATTENTIONS, runner.contexts)
+    runner = HashRunner(ranks, on_slice)
+    context = runner.padded(setup.rows) * context_nbytes_per_token(runner.attentions, runner.contexts)
     starts = tuple(stage * (LAYERS + 1) // setup.stages for stage in range(setup.stages))
     control.send(ModelLoaded(list(ATTENTIONS), DType.FLOAT32, 1, VOCABULARY, context, "hash", starts))
-    return runner, HeadShards.over(ATTENTIONS, setup.head_workers, setup.ranks)
+    return runner, HeadShards.for_model(ATTENTIONS, setup.head_workers, setup.ranks)
 
 
 def expected(prompt: Sequence[int], params: SamplingParams, seed: int, completion: int) -> list[int]:

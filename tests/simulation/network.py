@@ -2,15 +2,17 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from lamina.core.errors import PeerLostError, TransportError
+from lamina.core.topology import Epoch
 from lamina.transport.arena import OwnArena
 from lamina.transport.base import Arena, Fetch, Part, Peer, check_doorbell, check_fetch, check_range, deadline_error
-from tests.simulation.world import Task, World
+from lamina.worker.fence import Fence
+from tests.simulation.world import Broken, Task, World
 
 SILENCE_S = 10.0  # after which a connection of the data plane counts as lost, as of the TCP transport
 DELAY_S = 50e-6
@@ -21,13 +23,12 @@ class Network:
 
     Attributes:
         endpoints: of the data plane, by number.
-        jitter: how many times as long as ``DELAY_S`` a message takes on average.
+        jitter: how many times as long as ``DELAY_S`` a message takes on average, by plane; once, if it is not named.
     """
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, jitter: Mapping[str, float]) -> None:
+        self.world, self.jitter = world, jitter
         self.endpoints: list[SimulatedEndpoint] = []
-        self.jitter = 1.0
         self._last: dict[tuple[str, str, str], float] = {}  # by way: when its latest message arrives
         self._blocked: dict[tuple[str, str], list[tuple[str, Callable[[], None]]]] = {}
         self._slow: dict[tuple[str, str], float] = {}
@@ -38,7 +39,9 @@ class Network:
             held.append((plane, deliver))
             return
         way = plane, source, target
-        delay = DELAY_S * (0.2 + self.world.random.expovariate(1.0) * self.jitter) + self._slow.get(way[1:], 0.0)
+        delay = DELAY_S * (0.2 + self.world.random.expovariate(1.0) * self.jitter.get(plane, 1.0)) + self._slow.get(
+            way[1:], 0.0
+        )
         at = max(self.world.now + delay, self._last.get(way, 0.0))
         self._last[way] = at
         self.world.call_at(at, deliver)
@@ -63,6 +66,12 @@ class Network:
         """Let messages on this way take so much longer; 0: no longer than others."""
         self._slow[source, target] = seconds
 
+    def heal(self) -> None:
+        """Let all messages pass in time again."""
+        self._slow.clear()
+        for way in list(self._blocked):
+            self.unblock(*way)
+
     def _lose(self, source: str, target: str, held: list[tuple[str, Callable[[], None]]]) -> None:
         if self._blocked.get((source, target)) is not held:
             return  # it was healed in time
@@ -86,12 +95,13 @@ class SimulatedPeer:
 class SimulatedEndpoint:
     """One end of the data plane. Implements ``transport.base.Endpoint`` over a ``Network``."""
 
-    def __init__(self, name: str, network: Network, task: Task) -> None:
+    def __init__(self, name: str, network: Network, task: Task, fence: Callable[[], Fence | None]) -> None:
+        """``fence``: Returns that of its worker, once there is one."""
         self.name = name
         self.spin_s = 0.0
         self.task = task
         self.is_closed = False
-        self._network, self._world = network, network.world
+        self._network, self._world, self._fence = network, network.world, fence
         self._number = len(network.endpoints)
         network.endpoints.append(self)
         self._arena: OwnArena | None = None
@@ -244,13 +254,23 @@ class SimulatedEndpoint:
         self._require_connected(peer)
         if self.task.dead:
             return
-        there = self._known(peer).endpoint
+        there, own = self._known(peer).endpoint, self._fence()
+        sent = None if own is None else own.epoch
 
         def arrive() -> None:
             if not there.is_closed and self._number not in there._refused:
+                there._require_epoch(self.name, sent)
                 action()
 
         self._network.send("data", self.name, there.name, arrive)
+
+    def _require_epoch(self, sender: str, sent: Epoch | None) -> None:
+        """Raise Broken if a message of an old epoch arrives where steps of a later one may run."""
+        own = self._fence()
+        if own is None or sent is None or not own.open:
+            return
+        if own.epoch > sent:
+            raise Broken(f"a message of {sender} from {sent} arrives at {self.name}, which runs steps of {own.epoch}")
 
     def _ring(self, doorbell: int, sequence: int) -> None:
         self.native.ring(doorbell, sequence)

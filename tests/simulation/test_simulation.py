@@ -1,14 +1,19 @@
 """Simulated clusters serve right tokens whatever fails, and leave nothing behind."""
 
+import ast
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
+from tests.simulation.bugs import BUGS, ROOT, Bug
+
 pytest.importorskip("greenlet", reason="simulated processes are greenlets: pip install greenlet")
 
-STEPS = 250
+RUNS, STEPS = 8, 250
+LEAST_STEPS, LEAST_REQUESTS, LEAST_FAULTS = 2000, 300, 400  # in these runs
 
 
 def simulate(*arguments: object) -> str:
@@ -22,7 +27,8 @@ def simulate(*arguments: object) -> str:
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
-    from tests.simulation.cluster import Simulation, faults
+    from tests.simulation.cluster import Simulation
+    from tests.simulation.scenario import faults
 
     first, second = (Simulation(5, faults(5, 60), 400).run() for _ in range(2))
     assert not first.failure and len(first.happened) > 3
@@ -30,7 +36,13 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 
 def test_what_fails_does_not_change_tokens() -> None:
-    assert "per minute" in simulate("--seed", 100, "--runs", 8, "--steps", STEPS, "--no-shrink")
+    """At least a fault and two requests come in each 30 s of simulated time, and far more of both in all."""
+    told = simulate("--seed", 100, "--runs", RUNS, "--steps", STEPS, "--no-shrink")
+    found = re.search(r"in all: (\d+) steps, (\d+) requests, (\d+) faults\n(\d+) s simulated", told)
+    assert found is not None, told
+    steps, requests, faults, seconds = map(int, found.groups())
+    assert steps >= LEAST_STEPS and requests >= LEAST_REQUESTS and faults >= LEAST_FAULTS
+    assert requests >= 2 * seconds / 30 and faults >= seconds / 30
 
 
 def test_a_wrong_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,6 +52,12 @@ def test_a_wrong_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = model.expected
     monkeypatch.setattr(cluster, "expected", lambda *given: [*wrong(*given)[:-1], -1])
     assert "is the first that is wrong" in cluster.Simulation(5, [], 50).run().failure
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_known_faults_can_be_put_back(bug: Bug) -> None:
+    """Each fix is still where the search for its fault undoes it, so that the search means something."""
+    ast.parse(bug.put_back((ROOT / bug.path).read_text()))
 
 
 @pytest.mark.slow

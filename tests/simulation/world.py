@@ -2,7 +2,7 @@
 
 A process runs until it blocks: then the next event, in order of time, runs. Nothing else switches, so that the same
 seed gives the same run. Time passes only between events, and by a microsecond whenever a process looks for something
-without waiting for it.
+without waiting for it: if an event is due by then, it happens before the process goes on.
 """
 
 import contextlib
@@ -11,12 +11,13 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import greenlet
 
 POLL_S = 1e-6
+MANY_POLLS = 100  # after which a poll without an event between counts as so many
 
 
 class Broken(AssertionError):  # noqa: N818
@@ -86,6 +87,11 @@ class Task:
         self.dead = True
         self._world.call_later(0.0, self._unwind)
 
+    def abandon(self) -> None:
+        """Let the task do nothing any more, as a process that is killed: not even what it does when it ends."""
+        self.dead = True
+        self._world.abandoned.append(self._greenlet)
+
     def _unwind(self) -> None:
         if self._greenlet:
             self._greenlet.throw(greenlet.GreenletExit)
@@ -99,7 +105,10 @@ class World:
         random: of everything that happens by chance while the simulation runs.
         trace: one line for each thing worth telling.
         events: how many there were, and a hash of when each happened.
+        abandoned: what processes that were killed have left; only the end of the program takes it apart.
     """
+
+    abandoned: ClassVar[list["greenlet.greenlet"]] = []
 
     def __init__(self, seed: int) -> None:
         self.now = 1000.0
@@ -108,6 +117,7 @@ class World:
         self.events = 0, 0
         self.current: Task | None = None
         self._numbers = itertools.count()
+        self._polls = 0  # since the latest event
         self._events: list[tuple[float, int, Callable[[], Any]]] = []
         self.hub = greenlet.getcurrent()
 
@@ -129,8 +139,11 @@ class World:
         self.current.block(timeout_s)
 
     def pass_time(self) -> None:
-        """A task has looked for something."""
-        self.now += POLL_S
+        """A task has looked for something: time passes, and what is due by then happens."""
+        self._polls += 1
+        self.now += POLL_S if self._polls < MANY_POLLS else MANY_POLLS * POLL_S
+        if self.current is not None and self._events and self._events[0][0] <= self.now:
+            self.block(POLL_S)
 
     def switch_to(self, task: Task, target: "greenlet.greenlet") -> None:
         """Run a task until it blocks."""
@@ -153,6 +166,7 @@ class World:
             count, digest = self.events
             self.events = count + 1, hash((digest, at, number))
             self.now = max(self.now, at)
+            self._polls = 0
             action()
 
     @contextlib.contextmanager

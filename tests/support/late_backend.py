@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.kit import Replay
 from lamina.kernels.gpu.backend import ALIGNMENT, Program
-from lamina.kernels.gpu.interpreter import Interpreter
+from lamina.kernels.gpu.interpreter import Interpreter, is_recording, reject_recording
 from lamina.transport.arena import HostMemory
 
 
@@ -100,6 +100,7 @@ class LateBackend(Interpreter):
 
     def upload(self, source: Any, target: Any) -> None:
         """See ``Backend``: memory that was adopted is read late."""
+        reject_recording("this copies from the host")
         adopted = self._host.own.covers(source.ctypes.data, source.nbytes)
         kept = source if adopted else source.copy()
         self.queue.put(lambda: np.copyto(_plain(target)[: len(kept)], _plain(kept)))
@@ -127,6 +128,10 @@ class LateBackend(Interpreter):
     def launch(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         """See ``Backend``."""
         plain = [_plain(each) if isinstance(each, np.ndarray) else each for each in arguments]
+        if is_recording():
+            self.queue.flush()
+            super().launch(program, grid, plain)
+            return
         self.queue.put(lambda: super(LateBackend, self).launch(program, grid, plain))
 
 

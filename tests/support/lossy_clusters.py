@@ -102,7 +102,7 @@ class Losing(Cluster):
         """Another memory worker takes part from now on."""
         name = f"later{next(self._numbers)}"
         self.memories.append(MemoryModel(name, capacity))
-        self.topology = self.topology.joined(Member(name, "memory", "cpu", "", capacity), self.topology.pipeline)
+        self.topology = self.topology.joined([Member(name, "memory", "cpu", "", capacity)], self.topology.pipeline)
         self._change()
 
     def _change(self, deal_again: bool = False) -> None:

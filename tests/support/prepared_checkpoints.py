@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lamina.compute.preparation import prepare
+from lamina.compute.split_cache import prepare
 from lamina.core.types import DType
 from lamina.lowering import Target
 from lamina.models import directory

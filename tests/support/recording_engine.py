@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import ClassVar
 
 from lamina.control.frontend_messages import CompletionTokens
+from lamina.control.timeline import Span
 from lamina.core.errors import OverloadedError, RequestError
 from lamina.core.requests import Drawn
 from lamina.core.types import Client, SamplingParams
@@ -70,10 +71,13 @@ class RecordingEngine:
     def end_completion(self, request_id: str, index: int) -> None:
         self.finished.append((request_id, index))
 
+    def timeline(self) -> dict[str, list[Span]]:
+        return {"compute0": [Span("slice", 1, 2, 3)]}
+
     def stats(self) -> EngineStats:
         return STATS
 
-    def scale(self, *, compute: int, memory: int) -> "Future[list[str]]":
+    def scale(self, *, compute: int, memory: int, prefill: int) -> "Future[list[str]]":
         """Never done."""
         self.scaling += 1
         return Future()

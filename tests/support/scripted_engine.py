@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import httpx
 
-from lamina.control.logprobs import pack
-from lamina.core.errors import EngineDeadError, OverloadedError, RequestError
+from lamina.control.packed_logprobs import pack
+from lamina.control.timeline import Span
+from lamina.core.errors import EngineDeadError, LogitsError, OverloadedError, RequestError
 from lamina.core.types import Client, FinishReason, Logprob, Request, SamplingParams
 from lamina.dataplane.transport_choice import Choice, Transport
 from lamina.engine.stats import EngineStats, MemoryStats, PlacementStats, ScalingStats
@@ -129,10 +130,11 @@ class FakeEngine:
                     self.hanging.append((out, on_update))
                     self.changed.notify_all()
                 return
-            if count == 2 and "break" in text:
+            if count == 2 and ("break" in text or "no token" in text):
                 for completion in outputs:
                     completion.finish_reason = FinishReason.ERROR
-                on_update(replace(out, finished=True, error="worker memory0 is gone"))
+                error = "worker memory0 is gone" if "break" in text else str(LogitsError([0], ruled_out=True))
+                on_update(replace(out, finished=True, error=error))
                 return
             on_update(out)
 
@@ -146,9 +148,14 @@ class FakeEngine:
             self.aborted.add(request_id)
             self.changed.notify_all()
 
+    def timeline(self) -> dict[str, list[Span]]:
+        slices = [Span("slice", 0, 1_000_000 * start, 1_000_000 * start + 600_000) for start in range(1, 100)]
+        attentions = [Span("attention", 0, span.end_ns, span.end_ns + 300_000) for span in slices]
+        return {"compute0": slices, "memory0": attentions}
+
     def stats(self) -> EngineStats:
         near, far = Choice(Transport.SHM, "same host"), Choice(Transport.TCP, 'different hosts; no rdma: "none"')
-        memory = {"memory0": MemoryStats(used=5, capacity=9, sequences=1, cached=3)}
+        memory = {"memory0": MemoryStats(used=5, capacity=9, sequences=1, cached=3, parked=2, parked_nbytes=4096)}
         return EngineStats(
             running=1,
             waiting=2,
@@ -162,7 +169,9 @@ class FakeEngine:
             links=[(near, 1), (far, 2)],
             prefix_queries=8,
             prefix_hits=2,
-            workers={"memory0": "serving"},
+            workers={"compute0": "serving", "compute1": "serving", "memory0": "serving"},
+            roles={"compute0": "prefill", "compute1": "decode"},
+            handovers=4,
             placement=PlacementStats(
                 {"memory0": {"chat-1": 5}}, [("memory0", "memory1", 64)], {"memory0": 4096}, 3, 2, 1
             ),

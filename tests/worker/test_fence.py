@@ -7,6 +7,7 @@ links overtake each other at will, and those on one link keep their order, also 
 import itertools
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -127,7 +128,7 @@ class Worker:
         """Read what has arrived, send what was kept, and tell of slots given back."""
         if self.fence.open:
             self.read()
-            self.links.hub.go_on()
+            self.links.hub.send_kept()
             self.links.hub.flush()
 
     def end_epoch(self, topology: Topology) -> None:
@@ -279,7 +280,7 @@ class Cluster:
             for worker in self.workers.values():
                 worker.links.hub.flush()
             for worker in self.workers.values():
-                worker.links.hub.go_on()
+                worker.links.hub.send_kept()
         return read
 
 
@@ -313,3 +314,13 @@ def test_nothing_of_an_epoch_arrives_after_all_have_ended_it(
     assert {name: sorted(read) for name, read in cluster.read_all().items()} == {
         name: sorted(each) for name, each in expected.items()
     }
+
+
+@pytest.mark.parametrize("incarnations", [0, 1])
+def test_another_engine_ends_the_leases_of_those_that_left(incarnations: int) -> None:
+    """It has ended all processes but its members'; an engine that goes on says itself when a leaver has ended."""
+    worker, rest = Cluster().workers["compute0"], ALL.left("memory2", ALL.pipeline)
+    worker.links.change_members(rest)
+    following = Epoch(FIRST.incarnation + incarnations, FIRST.number + 1)
+    worker.end_epoch(msgspec.structs.replace(rest, epoch=following))
+    assert len(worker.links.grant(Grant({"joiner": SLOT})).leases) == incarnations

@@ -1,1 +1,4 @@
-"""Inboxes in GPU memory and doorbells polled by a GPU. Imports CuPy only when used."""
+"""Messages that GPUs read and write themselves: inboxes in GPU memory, slots and doorbells polled by a GPU.
+
+CuPy is imported only when used.
+"""

@@ -1,4 +1,4 @@
-"""Inboxes in the memory of NVIDIA GPUs. Imports CuPy only when used."""
+"""Inboxes in the memory of NVIDIA GPUs, opened by CUDA IPC."""
 
 import contextlib
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class CudaMaker:
             import cupy
 
             arena = PeerArena(handle)
-            # Of this GPU, for CuPy, which else launches no kernels on it; opening it has enabled the access.
+            # Declared as memory of this GPU, else CuPy launches no kernels on it; opening it has enabled the access.
             memory = cupy.cuda.UnownedMemory(arena.address, nbytes, arena, self._index)
             array = cupy.ndarray((nbytes,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
 
@@ -51,7 +51,7 @@ class CudaMaker:
 
     @contextlib.contextmanager
     def _on_the_gpu(self, what: str) -> Iterator[None]:
-        """Make the GPU the current one; raise CuPy's errors as TransportErrors that name ``what`` failed."""
+        """Make the GPU the current one, and convert CuPy's errors to TransportErrors that name ``what``."""
         try:
             import cupy
 

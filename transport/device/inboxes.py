@@ -1,9 +1,9 @@
-"""Inboxes: memory of a device that peers write bodies of messages into directly, not by way of the host's memory.
+"""Inboxes: device memory into which peers write bodies of messages directly, instead of through host memory.
 
-The reader makes an inbox. A peer's device on the same machine opens it by its handle (CUDA IPC between GPUs); a NIC
-writes there by a key (``transport.rdma``). Headers and doorbells stay in the host's memory, where both hosts see them.
-What a writer's kernels have written when they end, or before a fence of the whole system, is visible to kernels that
-the reader starts after that; for what a NIC has written, the reader calls ``settle`` first.
+The reader allocates an inbox. A peer's device on the same machine opens it by its handle (CUDA IPC between GPUs); a NIC
+writes into it by a key (``transport.rdma``). Headers and doorbells stay in host memory. The reader's kernels see what a
+writer's kernels wrote before they ended, or before a system-wide fence. Before it reads what a NIC wrote, the reader
+calls ``settle``.
 """
 
 import ctypes
@@ -29,9 +29,9 @@ class Inbox:
     """An inbox as kernels of one device see it.
 
     Attributes:
-        address: of its first byte, on the device.
-        array: all of it, uint8 [nbytes], of the device's library.
-        settle: makes what NICs have written visible to kernels that start from now on.
+        address: device address of the first byte.
+        array: the inbox as uint8 [nbytes], an array of the device's library.
+        settle: makes writes of NICs visible to kernels that start from now on.
     """
 
     address: int
@@ -49,9 +49,9 @@ class Held:
     """An inbox of this process.
 
     Attributes:
-        handle: what another process opens the inbox with.
-        memory: of the inbox, for NICs.
-        read: returns so many of the first bytes.
+        handle: handle with which another process opens the inbox.
+        memory: memory of the inbox, for NICs.
+        read: returns the given number of bytes from the beginning.
         close: frees the inbox once nothing refers to its array.
     """
 
@@ -67,7 +67,7 @@ class Opened:
     """An inbox of another process.
 
     Attributes:
-        write: writes the first bytes; complete on return.
+        write: writes bytes at the beginning; complete on return.
         close: unmaps the inbox.
     """
 
@@ -77,10 +77,10 @@ class Opened:
 
 
 class Maker(Protocol):
-    """How a device's memory is shared with other processes.
+    """Makes inboxes of a device, and opens those of other processes.
 
     Attributes:
-        kind: devices of one kind open each other's inboxes, as far as their driver lets them.
+        kind: devices of the same kind may be able to open each other's inboxes.
     """
 
     kind: str
@@ -94,11 +94,11 @@ class Maker(Protocol):
 
 @dataclass
 class Inboxes:
-    """The inboxes that a device reads, and those of peers that it writes, by peer. One thread owns it.
+    """By peer: the inbox that this device reads, and the peer's inbox that it writes. One thread owns it.
 
     Attributes:
-        fixed: kernels may be waiting for messages. No inbox is made or opened any more, as allocating memory may wait
-            for kernels; and ended inboxes stay until ``retire``, as kernels may still use them.
+        fixed: True once kernels may be waiting for messages. Then no inbox is made or opened, as allocation may wait
+            for kernels, and closed inboxes stay until ``retire``, as kernels may still use them.
     """
 
     maker: Maker
@@ -112,7 +112,7 @@ class Inboxes:
         return self.maker.kind
 
     def make(self, peer: str, nbytes: int) -> Held | None:
-        """Make an inbox for a peer, if there is memory."""
+        """Make an inbox for a peer; None if there is no memory."""
         if self.fixed or nbytes <= 0:
             return None
         try:
@@ -123,7 +123,7 @@ class Inboxes:
         return self._own[peer]
 
     def open(self, peer: str, handle: bytes, nbytes: int, proof: bytes) -> None:
-        """Open a peer's inbox and write a proof there, if this device can reach it; ``theirs`` then returns it."""
+        """Open a peer's inbox and write a proof into it, if this device can reach it."""
         if self.fixed or not handle:
             return
         try:
@@ -134,7 +134,7 @@ class Inboxes:
             self.close_outgoing(peer)
 
     def proof_arrived(self, peer: str, proof: bytes) -> bool:
-        """True if a peer's device has written this proof here."""
+        """True if the inbox for a peer begins with this proof."""
         return peer in self._own and self._own[peer].read(len(proof)) == proof
 
     def own(self, peer: str) -> Inbox | None:
@@ -150,7 +150,7 @@ class Inboxes:
         self._end(self._theirs.pop(peer, None))
 
     def close(self, peer: str) -> None:
-        """Free the inbox that was made for a peer, if any. The peer provably writes no more."""
+        """Free the inbox that was made for a peer, if any. The peer must not be able to write any more."""
         self._end(self._own.pop(peer, None))
 
     def _end(self, one: Held | Opened | None) -> None:
@@ -174,7 +174,7 @@ class Inboxes:
 
 
 class SharedMaker:
-    """A ``Maker`` of anonymous files in place of a device's memory: for tests."""
+    """A ``Maker`` for tests, with anonymous files in place of device memory."""
 
     kind = "emulated"
 
@@ -204,18 +204,18 @@ class SharedMaker:
 
 @dataclass
 class _SharedMemory:
-    """``DeviceMemory`` in the host's."""
+    """``DeviceMemory`` in host memory."""
 
     address: int
     nbytes: int
     name: str = "emulated"
 
     def export(self) -> None:
-        """Return None: emulated memory cannot be exported to NICs."""
+        """Return None: NICs register it by its address."""
 
 
 def _forbid(address: int, nbytes: int) -> None:
-    """Let every later access end this process, as a GPU's access to unmapped memory does."""
+    """Protect memory, so that a later access ends this process, as a GPU's access to unmapped memory does."""
     ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), 0)
 
 

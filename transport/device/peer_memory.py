@@ -1,4 +1,4 @@
-"""GPU memory that other devices write into directly: by CUDA IPC, and by NICs (GPUDirect RDMA)."""
+"""GPU memory into which other devices write directly: GPUs by CUDA IPC, NICs by GPUDirect RDMA."""
 
 import ctypes
 import enum
@@ -10,8 +10,8 @@ from lamina.core.errors import TransportError
 from lamina.transport.base import DmaBuf
 
 BLOCK = 2 << 20
-"""Bytes. Requests to cudaMalloc in multiples of it get page-aligned memory of their own. Smaller ones share a block,
-which a CUDA IPC handle would open as a whole (CUDA C++ Programming Guide, interprocess communication)."""
+"""Bytes. cudaMalloc returns separate, page-aligned memory for multiples of it. Smaller allocations share a block, which
+a CUDA IPC handle would open as a whole (CUDA C++ Programming Guide, interprocess communication)."""
 
 
 class DeviceArena:
@@ -31,11 +31,10 @@ class DeviceArena:
 
     @property
     def address(self) -> int:
-        """Device address of the first byte."""
         return int(self.bytes.data.ptr)
 
     def handle(self) -> bytes:
-        """Return what ``PeerArena`` in another process of this machine needs; valid while this arena lives."""
+        """Return the handle for ``PeerArena`` in another process of this machine; valid while this arena lives."""
         import cupy
 
         return bytes(cupy.cuda.runtime.ipcGetMemHandle(self.address))
@@ -76,9 +75,9 @@ class Ability:
     """What a GPU's driver supports for NICs that access the GPU's memory.
 
     Attributes:
-        exports: the driver exports dma-bufs.
-        ordered: kernels launched later see what NICs have written.
-        flushes: the host can flush NICs' writes, so that they do.
+        exports: True if the driver exports dma-bufs.
+        ordered: True if kernels launched later see what NICs have written.
+        flushes: True if the host can flush writes of NICs, so that kernels see them.
     """
 
     exports: bool
@@ -87,7 +86,7 @@ class Ability:
 
     @property
     def obstacle(self) -> str:
-        """Why NICs must not write into this GPU's memory, and the remedy; empty if they may."""
+        """Why NICs cannot write into this GPU's memory, and the remedy; empty if they can."""
         if not self.exports:
             return (
                 "the driver does not support it (CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED is 0); use NVIDIA's open kernel "
@@ -125,12 +124,12 @@ class PeerMemory:
     """Zeroed memory of the current GPU as a ``transport.base.DeviceMemory``; freed with ``bytes``.
 
     Attributes:
-        bytes: all of it as a CuPy array.
-        handle: see ``DeviceArena``.
+        bytes: the memory as a CuPy array.
+        handle: ``DeviceArena.handle``.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Raises ImportError without CuPy; ``lamina.kernels.gpu.device.require`` says what to install."""
+        """Allocate the memory. Raises ImportError without CuPy."""
         import cupy
 
         self.nbytes = nbytes
@@ -141,7 +140,6 @@ class PeerMemory:
         self._ability = ability(cupy.cuda.Device().id)
 
     def export(self) -> DmaBuf:
-        """Export all of it as a dma-buf, see ``DeviceMemory.export``."""
         if self._ability.obstacle:
             raise TransportError(self._ability.obstacle)
         driver, address = _driver(), ctypes.c_uint64(self._arena.address)
@@ -154,7 +152,7 @@ class PeerMemory:
         return DmaBuf(fd.value, 0, whole.value)
 
     def make_writes_visible(self) -> None:
-        """Make what NICs have written so far visible to kernels launched from now on."""
+        """Make writes of NICs so far visible to kernels launched from now on."""
         if not self._ability.ordered:
             _check(_driver().cuFlushGPUDirectRDMAWrites(0, OWNER), "cuFlushGPUDirectRDMAWrites")
 
@@ -168,7 +166,6 @@ def _driver() -> ctypes.CDLL:
 
 
 def _check(result: int, call: str) -> None:
-    """Raise TransportError if a driver call failed."""
     if result:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(result, ctypes.byref(text))

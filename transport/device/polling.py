@@ -13,11 +13,11 @@ from lamina.core.errors import DeadlineError, PeerLostError, TransportError
 from lamina.transport.device.slots import DRAIN_S, Outcome
 
 SOURCE = Path(__file__).with_name("polling.cu")
-WATCH_S = 0.001  # how often the host checks on a peer while the GPU waits
+WATCH_S = 0.001  # time between the host's checks of a peer while the GPU waits
 
 
 class Flags(NamedTuple):
-    """What waiting kernels share.
+    """Memory that waiting kernels share with the host.
 
     Attributes:
         host: address of the host's words (abort, beat), in pinned memory.
@@ -45,12 +45,12 @@ class Polling:
     computed from a message that never came.
 
     Attributes:
-        flags: for other kernels that wait in the same stream.
-        ticks_per_s: of the GPU's clock, at its highest rate.
+        flags: flags for other kernels that wait in the same stream.
+        ticks_per_s: ticks of the GPU's clock per second, at its highest rate.
     """
 
     def __init__(self, peer: str) -> None:
-        """Errors name ``peer``. Raises ImportError without CuPy; ``kernels.gpu.device`` says what to install."""
+        """Load the kernels. Errors name ``peer``. Raises ImportError without CuPy."""
         import cupy
 
         self._cupy = cupy
@@ -104,7 +104,8 @@ class Polling:
         """Raise the first failure of the waits that have ended; does not synchronise.
 
         Raises:
-            DeadlineError: a wait passed its deadline. PeerLostError: ``abort`` ended one.
+            DeadlineError: a wait passed its deadline.
+            PeerLostError: ``abort`` ended a wait.
         """
         outcome = Outcome(int(self._words[2]))
         if outcome is Outcome.EXPIRED:
@@ -116,7 +117,7 @@ class Polling:
             raise PeerLostError(self._peer, "the GPU's wait for its message was aborted")
 
     def synchronize(self, alive: Callable[[], bool]) -> None:
-        """Wait for the stream on the host, and abort its waits once ``alive`` says that the peer's process has ended.
+        """Wait for the stream on the host. Abort its waits once ``alive`` returns False: the peer's process has ended.
 
         Returns when the stream is empty, at the latest when the deadlines of its waits have passed. Raises like
         ``raise_failure``, and TransportError if kernels still run after an abort.

@@ -1,12 +1,12 @@
-"""Messages that a device of this process reads from slots and answers itself, in the order of launches.
+"""``PolledSlots``, the interface of a device that receives messages from slots and answers them without the host.
 
-For every message, the host launches ahead: a wait that finds the message and copies its body to the device, the work,
-and a kernel that writes the answer into the peer's slot, rings, and writes a record for the host. The host only follows
-the records. Slots, doorbells and records are in host memory that the device reads and writes directly.
+For every message, the host launches three things ahead: a wait that finds the message and copies its body to the
+device, the work, and a kernel that writes the answer into the peer's slot, rings, and writes a record. The host only
+reads the records. Slots, doorbells and records are in host memory that the device reads and writes directly.
 
-A wait ends when its message has arrived, when the host aborts it, or when the host has given no sign of life for
-``SILENCE_S``: the host decides how long a peer may take, and a host that hangs never leaves a device waiting. After a
-wait has ended without a message, everything later in the same stream does nothing until ``reset``.
+A wait ends when its message has arrived, when the host aborts it, or when the host has not called ``beat`` for
+``SILENCE_S``: so the host decides how long a peer may take, and a hung host does not leave a device waiting. After a
+wait has ended without a message, all later launches in the same stream do nothing until ``reset``.
 """
 
 import enum
@@ -18,26 +18,26 @@ import numpy.typing as npt
 
 from lamina._native import Arena as NativeArena
 
-SLOTS = 2  # that a message may be in
-HEADER_WORDS = 8  # of 8 bytes, in front of the body
-CREDIT_WORD = 6  # of an answer's header, first of SLOTS: how often each of the own slots has been freed
-PLACE_SHIFT, IN_INBOX = 16, 2  # the byte of a header's first word that says where the body is: this means in the inbox
+SLOTS = 2  # slots of a link
+HEADER_WORDS = 8  # words of 8 bytes of a header, in front of the body
+CREDIT_WORD = 6  # index of the first of SLOTS words of an answer's header: freed uses of each slot of this side
+PLACE_SHIFT, IN_INBOX = 16, 2  # byte of a header's first word with the place of the body, and its value for the inbox
 SILENCE_S = 60.0
-DRAIN_S = 5.0  # for what was launched to end after an abort
+DRAIN_S = 5.0  # time for launched work to end after an abort
 
 RECORD = np.dtype(
     [("header", np.uint64, HEADER_WORDS)]
     + [(name, np.uint64) for name in ("number", "slot", "found_ns", "done_ns")]
     + [("unused", np.uint64, 4)]
 )
-"""What the device writes for the host: the message's header, its doorbell's number and its slot; when the message was
-found and, written last and never 0, when it was answered, in nanoseconds of the device's clock."""
+"""A record for the host: the message's header, the doorbell's number, the slot; when the message was found and, written
+last and never 0, when it was answered, in nanoseconds of the device's clock."""
 
 Records = npt.NDArray[Any]
 
 
 class Outcome(enum.IntEnum):
-    """How the waits of a stream have ended; after anything but READY, all later ones do nothing."""
+    """Outcome of the waits of a stream. After any outcome but READY, later launches do nothing."""
 
     READY = 0
     EXPIRED = 1
@@ -45,19 +45,19 @@ class Outcome(enum.IntEnum):
 
 
 class Incoming(NamedTuple):
-    """A message that is awaited.
+    """An awaited message.
 
-    It has arrived once the doorbell of a slot is at its floor or above and the slot's first word is ``stamp``, with the
-    low 16 bits of the doorbell's number on top. The word's byte at ``PLACE_SHIFT``, which ``stamp`` lacks, says whether
-    the body is behind the header or in the inbox.
+    It has arrived once the doorbell of a slot has reached its floor and the slot's first word is ``stamp``, plus the
+    low 16 bits of the doorbell's number as its highest bits, plus the place of the body (``PLACE_SHIFT``): behind the
+    header or in the inbox.
 
     Attributes:
-        slots: addresses of the slots that the message may be in, in host memory.
-        inbox: by slot, address of the body in the device's memory; 0 without an inbox.
-        doorbells: by slot, address of the doorbell, in host memory.
-        floors: by slot, the least number of the doorbell that announces the message.
-        stamp: the header's first word, see above.
-        pieces: by how much a doorbell's number grows with each use.
+        slots: addresses of the slots in which the message may arrive, in host memory.
+        inbox: by slot: address of the body in device memory; 0 without an inbox.
+        doorbells: by slot: address of the doorbell, in host memory.
+        floors: by slot: the least doorbell number that announces the message.
+        stamp: the header's first word, without the doorbell's number and the place.
+        pieces: increment of a doorbell's number with each use.
     """
 
     slots: tuple[int, ...]
@@ -72,11 +72,11 @@ class Outgoing(NamedTuple):
     """An answer.
 
     Attributes:
-        slot: address of its slot.
-        body: address of its body.
+        slot: address of the answer's slot.
+        body: address of the answer's body.
         doorbell: address of the doorbell to ring.
-        number: to ring.
-        header: without credits.
+        number: number to ring.
+        header: words of the header, without credits.
     """
 
     slot: int
@@ -87,29 +87,29 @@ class Outgoing(NamedTuple):
 
 
 class SlotStream(Protocol):
-    """What a device does for one lane, in order. One thread of the host owns it.
+    """Work of a device for one lane, in order. One thread of the host owns it.
 
     Attributes:
-        records: ``RECORD``, in host memory. The host clears one before it launches what writes it.
+        records: array of ``RECORD`` in host memory. The host clears a record before it launches the answer.
     """
 
     records: Records
 
     def order_after_host(self) -> None:
-        """Order later launches after all work that the host has given to the device so far."""
+        """Let later launches wait for all work that the host has started on the device so far."""
 
     def launch(self, work: Callable[[], None]) -> None:
-        """Run ``work``, which calls ``receive``, computes on the device, then calls ``answer``; maybe in a thread."""
+        """Run ``work``, which calls ``receive``, computes on the device, then calls ``answer``. May use a thread."""
 
     def receive(self, incoming: Incoming, into: Any, nbytes: int) -> None:
         """Wait for a message, and copy the first ``nbytes`` of its body to ``into``, uint8 on the device."""
 
     def answer(self, outgoing: Outgoing, parts: Sequence[Any], record: int, pieces: int) -> None:
-        """Send ``parts``, arrays on the device, as the body, and free the received message's slot; then write the
-        record. ``pieces``: of the ``Incoming``."""
+        """Send ``parts``, arrays on the device, as the body, free the received message's slot, and write the record.
+        ``pieces`` is that of the ``Incoming``."""
 
     def beat(self) -> None:
-        """Show the waits that the host is alive."""
+        """Tell waits that the host is alive."""
 
     def abort(self) -> None:
         """End every wait, soon."""
@@ -124,7 +124,7 @@ class SlotStream(Protocol):
         """Clear an abort. Only after ``drain``."""
 
     def close(self) -> None:
-        """Abort, and end. Idempotent."""
+        """Abort waits, and end the stream. Idempotent."""
 
 
 class PolledSlots(Protocol):

@@ -1,11 +1,11 @@
 """The RDMA transport between machines, with pyverbs (rdma-core). Implements ``transport.base.Endpoint``.
 
-Every connection is a reliable queue pair of its own. It is set up over an authenticated TCP connection
-(``transport.listener``), the only one that carries keys to the arena. That connection stays open: when it closes, the
-peer has exited. A message is one post of two writes, data then doorbell, which a reliable queue pair executes in order.
-Messages are sent from registered memory, which is reused once their writes have completed. The receiver's processor is
-not involved: a wait polls the doorbells in its memory, and sleeps if none is ready. Doorbells are written with
-immediate data, so that they complete at the receiver too and can raise an event there (``transport.rdma.events``).
+Every connection is a reliable queue pair, set up over an authenticated TCP connection (``transport.listener``), which
+carries the keys to the arena. The TCP connection stays open: when it closes, the peer has exited. A message is one post
+of two writes, data then doorbell, which a reliable queue pair executes in order. Messages are sent from registered
+memory, which is reused once their writes have completed. The receiver's CPU takes no part: a wait polls the doorbells
+in memory, and sleeps if none is ready. Doorbells are written with immediate data, so that they also complete at the
+receiver and can raise an event there (``transport.rdma.events``).
 
 pyverbs comes with the distribution (Debian: python3-pyverbs), not from PyPI; it is imported when an endpoint registers.
 """
@@ -59,11 +59,11 @@ from lamina.transport.rdma.queue import (
     register_memory,
 )
 
-SLICE_S = 0.02  # between checks whether peers are alive
-READ_SLICE_S = 100e-6  # between checks whether a read is done, while spinning
+SLICE_S = 0.02  # time between checks whether peers are alive
+READ_SLICE_S = 100e-6  # time between checks whether a read is done, while spinning
 SHORTEST_SLEEP_S = 1e-3  # resolution of poll(); shorter waits use the native nap
-WAITS = 64  # calls of wait between collections of completions, if every wait ends while spinning
-LAST_WORDS_S = 0.05  # for messages that a peer wrote before it exited to arrive
+WAITS = 64  # calls of wait between two refills of the receive queue, if every wait ends while spinning
+LAST_WORDS_S = 0.05  # time for messages that a peer wrote before it exited to arrive
 
 
 def _verbs() -> Any:
@@ -139,7 +139,7 @@ class _Own(ListeningOwn):
 
 
 class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
-    """One worker's end of the data plane over RDMA; peers reach it at the RDMA port's own address by default.
+    """One worker's end of the data plane over RDMA. By default, peers reach it at the address of the RDMA port.
 
     ``register`` raises TransportError without pyverbs, without a usable device, or if too little memory can be locked.
     """
@@ -181,7 +181,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
     def _join(
         self, where: Descriptor, timeout_s: float, undo: contextlib.ExitStack
     ) -> tuple[socket.socket, QueuePair, Granted]:
-        """Make another queue pair to a peer, and the TCP connection it is set up over."""
+        """Make another queue pair to a peer, with its TCP connection."""
         pair = undo.enter_context(contextlib.closing(QueuePair(self._registered().device)))
         request = msgspec.msgpack.encode(_Request(self._registered().arena.identity, pair.local))
         connection, answer = listener.connect(self.name, where, self._secret, request, timeout_s, self._silence_s)
@@ -237,7 +237,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         self.post(peer, offset, len(header), [header], doorbell, sequence)
 
     def fetch(self, peer: Peer, fetch: Fetch) -> None:
-        """Post a one-sided read on a queue pair of its own, which the first fetch connects."""
+        """Post a one-sided read on a queue pair for reads, which the first fetch connects."""
         own, known = self._registered(), self._connected(peer)
         check_fetch(fetch, known.nbytes, own.arena.native.nbytes, own.arena.native.doorbells)
         self._living(known)
@@ -299,7 +299,6 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         return index
 
     def _reads(self) -> list[Events]:
-        """Return the event sources of reads in flight."""
         readers = [peer.reader for peer in self._peers.values() if peer.reader is not None]
         return [reader.events for reader in readers if reader.events is not None]
 
@@ -342,7 +341,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         return peer.sender
 
     def _find_gone(self, own: _Own) -> RdmaPeer | None:
-        """Return a peer lost long enough ago for all its writes to have arrived. Closes queue pairs of exited peers."""
+        """Return a peer lost at least ``LAST_WORDS_S`` ago, if any. Closes queue pairs of exited peers."""
         connections = [peer.connection for peer in self._peers.values()]
         ended = _ended(connections + [pair.connection for pair in own.incoming])
         own.close_incoming([pair for pair in own.incoming if pair.connection in ended])
@@ -363,8 +362,8 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
 def dma_buf_obstacle(selected: SelectedPort) -> str:
     """Return why a port's driver cannot register GPU memory; empty if it can.
 
-    Asks it to register an invalid file descriptor: a driver that complains about the file (EBADF) supports dma-bufs.
-    Raises TransportError if the port cannot be opened.
+    Registers an invalid file descriptor: a driver that reports EBADF supports dma-bufs. Raises TransportError if the
+    port cannot be opened.
     """
     verbs, port = _verbs(), selected.port
     access = verbs.enums.IBV_ACCESS_LOCAL_WRITE
@@ -383,7 +382,7 @@ def dma_buf_obstacle(selected: SelectedPort) -> str:
 
 
 def _admit_to(device: Device, incoming: list[_Incoming], refused: set[int]) -> listener.Admit:
-    """Return the listener's ``admit``, which gives each connecting peer a queue pair of its own to the arena."""
+    """Return the listener's ``admit``, which gives each connecting peer a queue pair to the arena."""
 
     def admit(request: bytes) -> tuple[bytes, Callable[[socket.socket], None]]:
         try:

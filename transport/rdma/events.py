@@ -1,7 +1,7 @@
 """Completion events that wake a sleeping wait of the RDMA transport. ``verbs`` are the modules of pyverbs.
 
 A doorbell is written with immediate data, so that it also raises a completion at the receiver. A wait polls doorbells
-in memory; only if none is ready does it arm an event, poll once more and sleep until the event comes.
+in memory. If none is ready, it arms an event, polls once more, and sleeps until the event.
 """
 
 import os
@@ -13,8 +13,8 @@ from typing import Any
 
 from lamina.core.errors import TransportError
 
-MESSAGES = 1024  # messages that may arrive between waits; the device holds up senders of more
-REFILL = 64  # receive requests handed back to the device at once
+MESSAGES = 1024  # most messages that may arrive between waits; the device delays senders of more
+REFILL = 64  # receive requests returned to the device at once
 OPEN_FILES = Path("/proc/self/fd")
 EVENT_FILE = "anon_inode:[infinibandevent]"
 
@@ -25,7 +25,7 @@ class Events:
     """A completion queue of ``depth`` entries, and a file that becomes readable at the first completion after ``arm``.
 
     Attributes:
-        fd: file descriptor of that file.
+        fd: descriptor of the file.
     """
 
     def __init__(self, verbs: Any, context: Any, depth: int) -> None:
@@ -63,11 +63,11 @@ class Events:
 
 
 class Receiver:
-    """Receives the notifications of all peers' messages; they carry no data, the message itself is in the arena.
+    """Receives the notifications of all peers' messages. They carry no data; the message is in the arena.
 
     Attributes:
-        events: of messages.
-        queue: the shared receive queue that peers' queue pairs take receive requests from.
+        events: event source of notifications.
+        queue: receive queue that the queue pairs of all peers share.
     """
 
     def __init__(self, verbs: Any, context: Any, domain: Any, address: int, local_key: int) -> None:
@@ -92,7 +92,7 @@ class Receiver:
             raise
 
     def refill(self) -> None:
-        """Hand the receive requests that arrived messages used back to the device."""
+        """Return the receive requests that arrived messages have used to the device."""
         self._taken += self.events.completions.poll(MESSAGES)[0]
         while self._taken >= REFILL:
             self.queue.post_recv(self._requests[-1])
@@ -114,7 +114,6 @@ def sleep(sources: Iterable[Events], seconds: float) -> None:
 
 
 def _event_files() -> set[int]:
-    """This process's open files for events of RDMA devices."""
     found = set()
     for entry in os.listdir(OPEN_FILES):
         try:

@@ -1,4 +1,4 @@
-"""Selects the RDMA device, port and address to use: reads sysfs and decides in a pure function, ``choose``."""
+"""Selects the RDMA device, port and address to use, from sysfs (``inventory``, ``choose``)."""
 
 import ipaddress
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ INFINIBAND = "InfiniBand"
 
 @dataclass(frozen=True)
 class Gid:
-    """One address of a port. ``kind`` is the kernel's word: "RoCE v2" or "IB/RoCE v1"."""
+    """One address of a port. ``kind`` is the kernel's name: "RoCE v2" or "IB/RoCE v1"."""
 
     index: int
     kind: str
@@ -26,7 +26,7 @@ class Gid:
 
 @dataclass(frozen=True)
 class Port:
-    """One port of one device. ``numa_node`` is -1 where the machine has a single node or does not report one."""
+    """One port of one device. ``numa_node`` is -1 if the machine has a single node or reports none."""
 
     device: str
     number: int
@@ -58,7 +58,7 @@ class SelectedPort:
 
 
 def inventory(sysfs: Path = SYSFS) -> list[Port]:
-    """Every port of every RDMA device of this machine."""
+    """Return every port of every RDMA device of this machine."""
     return [
         _read_port(device, port)
         for device in sorted(sysfs.glob("*"))
@@ -114,7 +114,7 @@ def choose(ports: Sequence[Port], *, wanted: str = "", numa_node: int = -1) -> S
 
 
 def _rank(port: Port, gid: Gid) -> int | None:
-    """Lower is better; None: not usable. RoCE v1 cannot leave its network segment."""
+    """Return the rank of an address: lower is better; None: not usable. RoCE v1 cannot leave its network segment."""
     if port.link_layer == INFINIBAND:
         return 1 if gid.index == 0 else None
     if gid.kind != ROCE_V2:

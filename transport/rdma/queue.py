@@ -20,10 +20,10 @@ from lamina.transport.base import DeviceMemory, Fetch, Part, part_nbytes
 from lamina.transport.rdma.events import Events, Receiver
 from lamina.transport.rdma.ports import INFINIBAND, SelectedPort
 
-STAGING_NBYTES = 4 << 20  # bytes that may be in flight to one peer
+STAGING_NBYTES = 4 << 20  # most bytes in flight to one peer
 CHUNK_NBYTES = STAGING_NBYTES // 4
-QUEUE_DEPTH = 256  # writes, or reads, that may be in flight to one peer
-READS = 4  # reads that a queue pair executes at once; every device supports that many
+QUEUE_DEPTH = 256  # most writes, or reads, in flight to one peer
+READS = 4  # reads that a queue pair executes at once; every device supports 4
 NUMBER = 8  # bytes of a sequence number
 
 # Likely cause of a failed request for the operator, by ibv_wc_status.
@@ -46,7 +46,7 @@ REFUSALS = {
 
 
 class Pair(msgspec.Struct, array_like=True, frozen=True):
-    """What the other side needs to connect its queue pair to this one."""
+    """The end of a queue pair, as the other end needs it to connect."""
 
     number: int
     first_packet: int
@@ -56,14 +56,14 @@ class Pair(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RemoteMemory(msgspec.Struct, array_like=True, frozen=True):
-    """Memory that a peer may write: its key, and where it begins as its RDMA device sees it."""
+    """Memory that a peer may write: its key, and its address for the owner's RDMA device."""
 
     key: int
     address: int
 
 
 class Granted(msgspec.Struct, array_like=True, frozen=True):
-    """The answer to a queue pair: its other end, and the two parts of the arena."""
+    """The answer to the request for a queue pair: its other end, and the two parts of the arena."""
 
     pair: Pair
     data: RemoteMemory
@@ -74,9 +74,9 @@ class Device:
     """An open port, its protection domain, this process's registered arena, and the receiver of notifications.
 
     Attributes:
-        local_key: of the arena, for this process.
-        data: of the arena, for peers.
-        doorbells: of the arena, for peers.
+        local_key: key of the arena for this process.
+        data: the arena's bytes, for peers.
+        doorbells: the arena's doorbells, for peers.
     """
 
     def __init__(self, verbs: Any, selected: SelectedPort, arena: NativeArena) -> None:
@@ -111,7 +111,7 @@ class Device:
 
     @contextlib.contextmanager
     def translated(self, what: str) -> Iterator[None]:
-        """Raise pyverbs' errors as TransportError."""
+        """Convert pyverbs' errors to TransportError."""
         try:
             yield
         except self.verbs.error as error:
@@ -150,7 +150,8 @@ class QueuePair:
     """A reliable queue pair and its completions.
 
     Args:
-        accepted: the peer writes into the arena over it; this side sends nothing and gets the notifications.
+        accepted: True for the receiving end, over which the peer writes into the arena; this side only gets the
+            notifications.
     """
 
     def __init__(self, device: Device, *, accepted: bool = False) -> None:
@@ -201,7 +202,7 @@ class QueuePair:
             self.queue.to_rts(attributes)
 
     def poll_completions(self, what: str) -> tuple[int, str]:
-        """Return the number of requests completed since the last call, and why the next one failed, if it did.
+        """Return the number of requests completed since the last call, and the reason if the next one failed.
 
         ``what`` names a request in the reason.
         """
@@ -237,7 +238,7 @@ class Sender:
         self._element = device.verbs.wr.SGE(self._address, 0, self._memory.lkey)
         self._written = 0  # bytes of staging handed out so far
         self._freed = 0  # bytes of staging freed so far
-        self._ends: deque[int] = deque()  # the value of _freed after the completion of each post in flight
+        self._ends: deque[int] = deque()  # by post in flight: value of ``_freed`` once it has completed
         self.failure = ""
 
     def write_and_ring(
@@ -285,7 +286,7 @@ class Sender:
         self._staging_file.close()
 
     def _stage(self, parts: Sequence[Part], nbytes: int, stall_s: float) -> int:
-        """Copy parts into free staging, leaving space for a sequence number behind them; returns their offset."""
+        """Copy parts, and space for a sequence number, into free staging memory. Returns their offset."""
         space = -(-nbytes // NUMBER) * NUMBER + NUMBER
         at = self._written % STAGING_NBYTES
         if at + space > STAGING_NBYTES:
@@ -338,7 +339,7 @@ class Sender:
 
 
 class Reader:
-    """Reads from one peer's arena into this process's, and rings its own doorbells as reads complete."""
+    """Reads from one peer's arena into this process's arena, and rings a doorbell there as each read completes."""
 
     def __init__(self, device: Device, pair: QueuePair, granted: Granted, own: NativeArena, peer: str) -> None:
         self._pair, self._there, self._own, self._peer = pair, granted.data, own, peer
@@ -354,7 +355,7 @@ class Reader:
         return self._pair.events if self._rings else None
 
     def fetch(self, fetch: Fetch, stall_s: float) -> None:
-        """Post one read. Raises PeerLostError if none has ended for ``stall_s`` and there is no room for another."""
+        """Post one read. Raises PeerLostError if the queue is full and no read has completed for ``stall_s``."""
         deadline = time.monotonic() + stall_s
         while len(self._rings) == QUEUE_DEPTH and not self.failure:
             self.process_completions()

@@ -1,4 +1,4 @@
-"""Where a compute worker keeps weights and runs slices: on the CPU, or on a GPU, behind one protocol."""
+"""Devices of compute workers, which hold weights and run slices: CPU, GPU or emulated GPU behind one protocol."""
 
 from lamina.compute.device.base import Device
 from lamina.core.errors import ConfigError

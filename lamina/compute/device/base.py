@@ -1,4 +1,4 @@
-"""The protocol of devices. Nothing above it asks which device it is."""
+"""Defines the protocols of compute devices: ``Device`` loads, ``Runner`` runs slices, ``Transfers`` moves rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ memoryview, or uint8 of the device that have ``arrived`` in an inbox."""
 
 
 class Sums(Protocol):
-    """Adds tensors up with the other ranks of a tensor-parallel replica, all of which do the same in the same order.
+    """All-reduce over the ranks of a tensor-parallel replica, which all make the same calls in the same order.
 
     One thread owns it.
     """
@@ -39,45 +39,49 @@ class Sums(Protocol):
     rank: Rank
 
     def connect(self, links: Links, wait: Wait, names: Sequence[str]) -> None:
-        """``names``: of all ranks, in order, with this worker's, to whom ``links`` lead. Before the first step."""
+        """Connect to the other ranks, before the first step. ``names``: workers of all ranks, in order."""
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``x`` over all ranks, the same bits on each; may overwrite ``x``.
+        """Return the sum of ``x`` over all ranks, bitwise equal on all ranks; may overwrite ``x``.
 
         Raises PeerLostError, DeadlineError.
         """
 
     def meet(self) -> None:
-        """Return once all ranks have called this as often as this one. Raises what ``reduce`` raises."""
+        """Wait until all ranks have called this (a barrier). Raises the errors of ``reduce``."""
 
     def reset(self, first: int) -> None:
-        """Begin another epoch: drop sums that have begun, and number those that follow from ``first`` on."""
+        """Begin a new epoch: drop unfinished sums, and number later sums from ``first`` on."""
 
     def agree(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens that the first rank gives; all give as many. Raises what ``reduce`` raises."""
+        """Return the tokens of rank 0; all ranks pass equally many. Raises the errors of ``reduce``."""
 
 
 class Device(Mapper, Protocol):
-    """What a compute worker runs on. One thread owns it.
+    """Loads weights and runs slices on a CPU or GPU. One thread owns it.
 
     Attributes:
-        target: what slices are lowered for.
-        place: where weights are loaded to.
+        target: Target that slices are lowered for.
+        place: torch's device that weights are loaded to.
     """
 
     target: Target
     place: torch.device
 
     def limit(self, share: float) -> None:
-        """Take no memory here that would leave less than ``1 - share`` of it free: taking more raises
-        torch.OutOfMemoryError. Raises ConfigError if no more is free now."""
+        """Limit allocations to those that leave ``1 - share`` of the device's memory free.
+
+        Larger allocations raise torch.OutOfMemoryError. Raises ConfigError if less is free already.
+        """
 
     def sums(self, rank: Rank, meeting: str) -> Sums:
-        """How ``rank`` adds up with the others of its replica, which give the same path in a folder of this machine as
-        ``meeting``; the file is theirs. Raises ConfigError."""
+        """Return the all-reduce of ``rank`` with the other ranks of its replica. Raises ConfigError.
+
+        ``meeting``: path of a file on this machine, the same for all ranks, by which they find each other.
+        """
 
     def form(self, model: LoweredModel, to: Quantization) -> Form:
-        """How weights are held here if those of linear layers are quantised ``to`` a type. Raises ConfigError."""
+        """Return the form of weights on this device, with linear layers quantised ``to`` a type. Raises ConfigError."""
 
     def runner(
         self,
@@ -86,43 +90,60 @@ class Device(Mapper, Protocol):
         reduce: Reduce | None = None,
         activations: ActivationDType = "auto",
     ) -> "Runner":
-        """Return the model with its weights.
+        """Return a runner of the model's slices.
 
         Args:
-            tensors: all of ``model.weights``, on ``place``, as ``form`` says.
-            reduce: how the ranks of a replica add up what each has computed, if there are several.
-            activations: element type of what is multiplied by weights held as codes.
+            model: The lowered model.
+            tensors: All of ``model.weights``, on ``place``, in this device's ``form``.
+            reduce: All-reduce over the ranks of the replica; None for one rank.
+            activations: Element type of the inputs of linear layers whose weights are held as codes.
 
         Raises ConfigError: this device has no products with ``activations``.
         """
 
 
+class WholeSteps(Protocol):
+    """Runs whole decode steps over KV in the device's own memory, without the host between their slices."""
+
+    def reserve(self, rows: int) -> None:
+        """Prepare for steps of up to ``rows`` rows."""
+
+    def run(self, rows: Rows, table: Any) -> torch.Tensor | None:
+        """Append k and v, and return logits [rows, vocab] of a step whose rows attend to ``table``, in order; None if
+        this step has to run slice by slice. The next step that runs here may overwrite them.
+
+        Args:
+            table: Of the memory's device (``memory.device.base.Table``)."""
+
+
 class Carrier(Protocol):
-    """Where the rows of slices are.
+    """The part of a runner that needs no model: moves and attends rows that slices have computed.
 
     Attributes:
-        dtype: the model's element type.
+        dtype: The model's element type.
     """
 
     dtype: DType
 
     def transfers(self, moves: Moves) -> "Transfers":
-        """Return what moves the rows of a step."""
+        """Return the transfers of one step's rows."""
 
     def lent(self, output: SliceOutput) -> tuple[Any, Any, Any]:
-        """q, k and v as contiguous arrays, as ``memory.device.base`` takes those that have been ``sent`` to the same
-        device; bfloat16 as uint16."""
+        """Return q, k and v as contiguous arrays for the memory device of the same GPU or CPU; bfloat16 as uint16."""
 
     def borrowed(self, array: Any) -> torch.Tensor:
-        """Return an array of that device, or of host memory, as a tensor with the same memory."""
+        """Return an array of the memory device, or of host memory, as a tensor that shares its memory."""
 
     def attend(
         self, output: SliceOutput, rows: npt.NDArray[np.int64], table: SegmentTable, spec: AttentionSpec
     ) -> Partial:
-        """Attention of prompt chunks to themselves, without sinks.
+        """Compute attention of prompt chunks to themselves, without sinks.
 
-        ``output`` is a slice's; its k and v serve as slab, row r as slot r. ``rows`` int64 [R] are those of its q that
-        ``table`` covers in order.
+        Args:
+            output: A slice's output. Its k and v serve as slab, with row r in slot r.
+            rows: Rows of q that ``table`` covers in order, int64 [R].
+            table: Tokens that the rows attend to.
+            spec: The attention.
         """
 
 
@@ -130,8 +151,9 @@ class Runner(Carrier, Protocol):
     """Runs one slice at a time; attention is left to the caller.
 
     Attributes:
-        attentions, contexts: those of the model.
-        slices: those that it has the weights of.
+        attentions: All attentions of the model.
+        contexts: The context between all slices of the model.
+        slices: Slices whose weights are loaded.
     """
 
     attentions: tuple[AttentionSpec, ...]
@@ -140,14 +162,17 @@ class Runner(Carrier, Protocol):
 
     @property
     def sinks(self) -> Sequence[Floats | None]:
-        """The sink logits float32 [Hq] of each attention before one of ``slices``, or None."""
+        """Sink logits float32 [Hq] of the attention before each of ``slices``; None for one without sinks."""
 
     def reserve(self, rows: int, draws: int, shards: int) -> None:
-        """Prepare for steps of up to ``rows`` rows, of which ``draws`` draw a token: take the device's memory that they
-        need, and keep it; record them. ``shards``: to a row, see ``Moves``.
+        """Allocate memory for steps of up to ``rows`` rows, of which ``draws`` draw a token, and record graphs.
 
-        Raises torch.OutOfMemoryError if there is too little.
+        ``shards``: shards per row, see ``Moves``. Raises torch.OutOfMemoryError if there is too little memory.
         """
+
+    def recorded_steps(self, memory: Any) -> WholeSteps | None:
+        """Return what runs whole steps over ``memory``, a ``memory.device.base.Device`` of this device; None if
+        they always run slice by slice here."""
 
     def padded(self, rows: int) -> int:
         """Return the number of rows that ``rows`` are padded to."""
@@ -161,14 +186,14 @@ class Runner(Carrier, Protocol):
     ) -> SliceOutput:
         """Return q, k, v and context of slice ``index``, not the last.
 
-        ``attention`` and ``context`` may be in host memory. The next slice that runs here may overwrite q, k and v;
+        ``attention`` and ``context`` may be in host memory. The next slice on this runner may overwrite q, k and v;
         ``context`` stays valid until two more slices have run with the same ``rows``.
         """
 
     def logits(
         self, rows: Rows, attention: torch.Tensor, context: tuple[torch.Tensor, ...], chosen: torch.Tensor
     ) -> torch.Tensor:
-        """Logits [len(chosen), vocab] of rows ``chosen``, int64, ascending. The next call may overwrite them."""
+        """Return logits [len(chosen), vocab] of rows ``chosen``, int64, ascending, until the next call."""
 
 
 class Transfers(Protocol):
@@ -177,7 +202,7 @@ class Transfers(Protocol):
     Lists are by memory worker. Arrays are in host memory, and may be overwritten by the next call.
 
     Attributes:
-        lingers: replies are still being read when ``merged`` returns, until the next call of another method does.
+        lingers: Whether replies are still being read after ``merged`` returns, until another method returns.
     """
 
     lingers: bool
@@ -185,20 +210,22 @@ class Transfers(Protocol):
     def fill_messages(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bodies: Sequence[int] = ()
     ) -> tuple[Sequence[Array], Sequence[Array], Sequence[Array]]:
-        """Return the shards of q [rows, Hq, D], k [rows, Hkv, D] and v [rows, Hkv, Dv] that travel, by message:
-        [Rq, Hq / n, D], [Rk, Hkv / n, D] and [Rk, Hkv / n, Dv] each.
+        """Return the shards of q, k and v to send, by message: [Rq, Hq / n, D], [Rk, Hkv / n, D], [Rk, Hkv / n, Dv].
 
         Args:
-            bodies: by message, an address that has been mapped, where its k, v and q are written one after another and
-                not in its arrays; 0: none.
+            q: Queries [rows, Hq, D].
+            k: Keys [rows, Hkv, D].
+            v: Values [rows, Hkv, Dv].
+            bodies: By message, the mapped address to write its k, v and q to instead of its arrays; 0: arrays.
         """
 
     def merged(
         self, spec: AttentionSpec, here: Sequence[Partial], replies: Sequence[Reply], sinks: Floats | None
     ) -> torch.Tensor:
-        """Attention out [rows, Hq, Dv] in the model's element type, 0 in padding rows; the next call overwrites it.
+        """Merge partials; return out [rows, Hq, Dv] in the model's element type, 0 in padding rows.
 
-        ``here``: the partials attended here, one for each of ``Moves.here``. Replies: see ``lingers``.
+        The next call overwrites the result. ``here``: partials computed on this worker, one for each of ``Moves.here``.
+        ``replies``: partials of memory workers; see ``lingers``.
         """
 
     def bulk(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Array, Array]:

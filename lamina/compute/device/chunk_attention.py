@@ -1,7 +1,7 @@
-"""Attention of prompt chunks to themselves, by torch's operators on any device.
+"""Computes attention of prompt chunks to themselves with torch, on any device.
 
-A chunk without a window, softcap or slopes takes torch's fused kernel where it has one that returns the logarithm of
-the sum; any other is computed block by block, so that no scores of a whole long chunk are kept.
+A chunk without window, softcap or slopes uses torch's fused kernel if the device has one that returns the log-sum-exp;
+other chunks are computed block by block, so that the scores of a long chunk need little memory.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ MOST_SCORES = 1 << 26  # float32 of a block: 256 MiB
 def attend_chunks(
     q: Tensor, k: Tensor, v: Tensor, first_rows: list[int], table: SegmentTable, spec: AttentionSpec, fused: Fused
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each pair's rows over their own k and v: out float32 [R, Hq, Dv] and lse float32 [R, Hq].
+    """Return causal attention of each pair's rows to themselves: out float32 [R, Hq, Dv] and lse float32 [R, Hq].
 
-    q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv]; pair i has rows ``first_rows[i]`` on, as many as the table says.
+    q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv]; pair i begins at row ``first_rows[i]``, its length is in ``table``.
     """
     counts = (table.query_offsets[1:] - table.query_offsets[:-1]).tolist()
     parts = []
@@ -36,7 +36,7 @@ def attend_chunks(
 
 
 def fits_fused(spec: AttentionSpec, rows: int, start: int) -> bool:
-    """True if all rows of a chunk see all rows up to themselves, and torch's fused kernels take the heads."""
+    """Return whether torch's fused causal kernels can compute a chunk's attention."""
     plain = not spec.softcap and spec.alibi_slopes is None and (spec.window == 0 or spec.window >= rows)
     in_one = spec.chunk == 0 or start // spec.chunk == (start + rows - 1) // spec.chunk
     heads = spec.qk_dim == spec.v_dim and spec.qk_dim <= 256 and spec.qk_dim % 8 == 0

@@ -1,4 +1,4 @@
-"""Slices by native kernels and torch on the cores of this process."""
+"""Implements compute workers' ``Device`` on CPUs, with native kernels and torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,14 +16,14 @@ from lamina.splitter.parts import Rank
 
 
 class Cpu:
-    """A ``Device``."""
+    """Implements ``Device`` on this process's CPU cores."""
 
     target = Target.CPU
     place = torch.device("cpu")
     inboxes = None
 
     def register_own(self, memory: memoryview) -> None:
-        """Do nothing: all memory of the host is equally quick."""
+        """Do nothing: the CPU reads all host memory equally fast."""
 
     def map_peer(self, peer: str, memory: memoryview) -> bool:
         """Return False: the host copies messages to peers itself."""
@@ -42,7 +42,7 @@ class Cpu:
         """Do nothing: the limit concerns the memory of GPUs."""
 
     def sums(self, rank: Rank, meeting: str) -> Ranks:
-        """Return the sums over ranks, which find each other by their links."""
+        """Return the all-reduce over ranks, which connect by their links; ``meeting`` is unused."""
         return Ranks(rank)
 
     def form(self, model: LoweredModel, to: Quantization) -> HostForm:

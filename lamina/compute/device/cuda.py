@@ -1,4 +1,4 @@
-"""An NVIDIA GPU through torch: CUDA graphs, FlashAttention, memory."""
+"""Implements ``Kit`` on an NVIDIA GPU with torch: CUDA graphs, FlashAttention, memory."""
 
 import contextlib
 import importlib.util
@@ -6,7 +6,9 @@ import logging
 import os
 import shutil
 import statistics
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,7 @@ MOST_COMPILED = 64  # variants of one graph; one more than torch allows would be
 
 
 class Cuda:
-    """A ``Kit``: GPU ``index`` of those visible to this process, in the order of their PCI bus addresses."""
+    """Implements ``Kit`` on GPU ``index`` of the GPUs visible to this process, in order of PCI bus address."""
 
     backend = "nccl"
 
@@ -52,7 +54,7 @@ class Cuda:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), self._cupy_stream():
             work()  # libraries load and allocate at their first call, which cannot be recorded
             self._stream.synchronize()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -65,8 +67,22 @@ class Cuda:
         current.wait_stream(self._stream)
         return graph.replay
 
+    @contextlib.contextmanager
+    def _cupy_stream(self) -> Iterator[None]:
+        """Launch CuPy's kernels in the stream that is recorded. Without local memory, this process has none."""
+        if "cupy" not in sys.modules:
+            yield
+            return
+        import cupy
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # CuPy 13 knows no other way
+            stream = cupy.cuda.ExternalStream(self._stream.cuda_stream, self.place.index)
+        with stream:
+            yield
+
     def _drop(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a recording that has failed. Its pool of memory may be left as if it were still being recorded to."""
+        """End a recording that has failed. Its memory pool may stay marked as being recorded to."""
         try:
             graph.capture_end()
         except RuntimeError:  # the recording is invalid; the first error says why
@@ -104,7 +120,7 @@ class Cuda:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def limit(self, share: float) -> None:
-        """Limit the memory of this process. Memory that libraries take by themselves is not counted."""
+        """Limit torch's memory in this process. Other libraries' allocations are not counted."""
         free, total = torch.cuda.mem_get_info(self.place)
         left = free - round((1 - share) * total)
         if left <= 0:
@@ -116,7 +132,7 @@ class Cuda:
         torch.cuda.set_per_process_memory_fraction((held + left) / total, self.place)
 
     def register_own(self, memory: memoryview) -> None:
-        """Register memory with CUDA: it is then copied from without a stop in another buffer."""
+        """Register memory with CUDA, so that copies from it need no staging buffer."""
         self._host.register_own(memory)
 
     def map_peer(self, peer: str, memory: memoryview) -> bool:
@@ -126,7 +142,7 @@ class Cuda:
         self._host.unregister_peer(peer)
 
     def inbox_maker(self) -> CudaMaker | None:
-        """Return the maker of inboxes, by CuPy. Without CuPy, messages go through the host's memory."""
+        """Return the maker of inboxes, which uses CuPy; None without CuPy: messages then pass through host memory."""
         return CudaMaker(self.place.index) if importlib.util.find_spec("cupy") is not None else None
 
     def write_rows(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
@@ -138,7 +154,7 @@ class Cuda:
         write_rows[grid](source, table, bodies, count, **dict(program.constants), num_warps=program.warps)
 
     def lent(self, tensor: Tensor) -> Any:
-        """Return the tensor as a CuPy array. Both libraries use the legacy default stream, so that they take turns."""
+        """Return the tensor as a CuPy array. Both libraries use the legacy default stream, which orders their work."""
         import cupy  # only local memory needs it
 
         if tensor.dtype == torch.bfloat16:

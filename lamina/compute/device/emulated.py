@@ -1,4 +1,4 @@
-"""A GPU emulated on the CPU, for tests: runs the code for GPUs, and replays recorded operators instead of graphs."""
+"""Implements ``Kit`` on the CPU, for tests: runs the GPU code, and replays recorded operators instead of graphs."""
 
 import ctypes
 import time
@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lamina.compute.device.kit import Replay
+from lamina.kernels.gpu.interpreter import recorded
 from lamina.lowering.gpu_slices import Main
 from lamina.splitter import as_numpy
 from lamina.transport.device.inboxes import SharedMaker
@@ -28,20 +29,20 @@ class Emulated:
         self._recorder: _Recorder | None = None
 
     def capture(self, work: Callable[[], object]) -> Replay:
-        """Record the work. As in a CUDA graph, only what torch's operators do is replayed, on the memory that they
-        used."""
+        """Record the work. As with a CUDA graph, replay runs only torch's operators, on the recorded memory, and
+        kernels in Triton's interpreter."""
         recorder = _Recorder()
         work()
         self._recorder = recorder
         try:
-            with recorder:
+            with recorder, recorded(recorder.record_launch):
                 work()
         finally:
             self._recorder = None
         return recorder.replay
 
     def compiled(self, graph: Main) -> Main | None:
-        """Return None: only operators can be recorded here, not a compiled graph."""
+        """Return None: a compiled graph cannot be recorded operator by operator."""
         return None
 
     def time_replay(self, replay: Replay) -> float:
@@ -114,8 +115,6 @@ class _Call:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operators."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[Replay] = []
@@ -126,13 +125,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call()
 
     def record_call(self, call: Replay) -> None:
-        """Record what is no operator of torch."""
+        """Record a call that is not a torch operator."""
         self._calls.append(call)
+
+    def record_launch(self, launch: Replay) -> None:
+        """Run a kernel in Triton's interpreter, whose own use of torch is no part of the recording, and record it."""
+        with _disable_current_modes():
+            launch()
+        self._calls.append(launch)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator and record it. Rejects operators whose results the host needs: a graph cannot have them."""
+        """Run an operator and record it. Rejects operators that synchronise with the host, as CUDA graphs do."""
         by_number = func is torch.ops.aten.index.Tensor and not any(
             each is not None and each.dtype == torch.bool for each in args[1]
         )
@@ -146,6 +151,5 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(results: Any) -> tuple[Tensor, ...]:
-    """Return the tensors of an operator's result: one, several, or none."""
     every = results if isinstance(results, list | tuple) else (results,)
     return tuple(each for each in every if isinstance(each, Tensor))

@@ -1,7 +1,6 @@
-"""The rows of a step that a compute worker exchanges with memory workers, as indices for its device. Pure.
+"""Indices of the rows that a compute worker exchanges with memory workers in a step. Pure.
 
-A *shard* is an equal part of a row's heads: with n shards to a row, shard s of row r has number r * n + s. One shard to
-a row is all of its heads.
+A *shard* is an equal part of a row's heads: with n shards per row, shard s of row r has number r * n + s.
 """
 
 from collections.abc import Sequence
@@ -18,13 +17,14 @@ class Moves:
     """The rows to write into messages and to merge from replies. Planned once per step, used for every attention.
 
     Attributes:
-        total: rows of the step.
-        rows: the same with padding.
-        shards: number per row.
-        queries: by memory worker in the order of messages, the shards whose q it gets; it replies with their partials.
-        appends: by memory worker, the shards whose k and v it keeps.
-        parts: by memory worker, for each of its partials its number among the partials of its shard, from 0 on.
-        here, here_parts: as ``queries`` and ``parts``, by source of partials on the compute worker itself.
+        total: Rows of the step.
+        rows: ``total`` plus padding rows.
+        shards: Shards per row.
+        queries: By memory worker, the shards whose q it receives and whose partials it replies with.
+        appends: By memory worker, the shards whose k and v it receives.
+        parts: By memory worker, the index of each of its partials among all partials of the same shard.
+        here: By source of partials on the compute worker itself, the shards of its partials.
+        here_parts: Like ``parts``, for ``here``.
     """
 
     total: int
@@ -45,16 +45,15 @@ class Moves:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Where partials lie in one array of float32: by source its out [n, h, Dv], then its lse [n, h].
+    """Layout of all partials in one float32 array: for each source, out [n, h, Dv], then lse [n, h].
 
-    A source begins at a multiple of ``h * Dv``. At the array's beginning lie a partial of nothing: an out of 0, and
-    after it an lse of -inf.
+    A source begins at a multiple of ``h * Dv``. The array begins with an empty partial: out 0, lse -inf.
 
     Attributes:
-        starts: where each source begins.
-        end: of the last one.
-        outs: int64 [P, S]: which row of the array, seen as rows of h * Dv, is partial p of shard s.
-        lses: the same for its lse, seen as rows of h.
+        starts: Offset of each source.
+        end: Offset after the last source.
+        outs: int64 [P, S], the row of partial p of shard s in the array viewed as rows of h * Dv.
+        lses: int64 [P, S], the row of the partial's lse in the array viewed as rows of h.
     """
 
     starts: tuple[int, ...]
@@ -64,8 +63,7 @@ class Arrivals:
 
 
 def arrange(moves: Moves, heads: int, v_dim: int) -> Arrivals:
-    """Return where partials of ``heads`` heads to a shard arrive: those from here first, then those of memory
-    workers."""
+    """Return the layout of partials with ``heads`` heads per shard: this worker's first, then memory workers'."""
     unit = heads * v_dim
     shape = moves.most_parts, moves.rows * moves.shards
     outs, lses = np.zeros(shape, np.int64), np.full(shape, v_dim, np.int64)

@@ -1,7 +1,7 @@
-"""Slices whose operators torch.compile has fused, where they are faster than one operator after another.
+"""Chooses between plain slices and slices fused by torch.compile, by measurement.
 
-Both are recorded and timed once for each number of rows and kind of GPU; which is faster is kept, so that later starts
-compile only what they use.
+Both are recorded and timed once for each number of rows and kind of GPU. The result is cached, so that later starts
+compile only the slices that they use.
 """
 
 import logging
@@ -22,7 +22,7 @@ Record = Callable[[Main], Replay]
 
 @dataclass(frozen=True)
 class Seconds:
-    """How long a recorded slice takes."""
+    """Measured seconds of a recorded slice, plain and fused."""
 
     plain: float
     fused: float
@@ -33,20 +33,19 @@ class Fusion:
 
     def __init__(self, kit: Kit) -> None:
         self._kit = kit
-        self._path = tuning_cache.place("slices", kit.name, f"torch-{torch.__version__}")
+        self._path = tuning_cache.file_for("slices", kit.name, f"torch-{torch.__version__}")
         self._known = tuning_cache.load(self._path, dict[str, Seconds]) or {}
         self._fused: dict[Main, Main | None] = {}
         self._failed = set[Main]()
 
     def record(self, piece: PlacedSlice, rows: int, record: Record) -> Replay:
-        """Return the faster of two recordings of a slice for so many rows, by ``record``. The first time, makes
-        both."""
+        """Return the faster recording, plain or fused, of a slice for ``rows`` rows; measure both the first time."""
         graph = piece.graph
         key = f"{piece.digest}/{rows}"
         known = self._known.get(key)
         if graph in self._failed or (known is not None and known.plain <= known.fused):
             return record(graph)
-        for tensor in piece.fixed:  # only the rows' number differs: kernels know all other sizes
+        for tensor in piece.fixed:  # only the number of rows is dynamic
             torch._dynamo.mark_static(tensor)
         try:
             main = self._compiled(graph)

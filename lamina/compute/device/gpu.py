@@ -1,6 +1,6 @@
-"""Slices on a GPU: torch's operators, recorded once for each number of rows and replayed without the host in between.
+"""Implements compute workers' ``Device`` on GPUs: slices are recorded once for each number of rows, then replayed.
 
-What differs between a card and the emulation of one for tests is a ``Kit``.
+A ``Kit`` has the operations that differ between a real GPU and its emulation in tests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +17,7 @@ from lamina.compute.device.chunk_attention import attend_chunks
 from lamina.compute.device.exchanged_rows import Moves
 from lamina.compute.device.fusion import Fusion
 from lamina.compute.device.kit import ROWS, Kit, Replay, padded_rows
+from lamina.compute.device.recorded_steps import RecordedSteps
 from lamina.compute.device.rehearsal import rehearse
 from lamina.compute.device.sums import GpuSums
 from lamina.compute.device.transfers import GpuTransfers, Lines
@@ -25,7 +26,7 @@ from lamina.core.errors import ConfigError
 from lamina.core.types import ActivationDType, AttentionSpec, DType, Quantization
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
-from lamina.lowering.gpu_slices import Main, PlacedSlice, place
+from lamina.lowering.gpu_slices import Main, PlacedSlice, place_slices
 from lamina.lowering.weight_forms import PlacedForm
 from lamina.models.quantisation.codes import Weight, plain
 from lamina.splitter import SliceOutput
@@ -35,7 +36,7 @@ from lamina.transport.device.inboxes import Inboxes
 
 
 class Gpu:
-    """A ``Device``."""
+    """Implements ``Device`` with the operations of a ``Kit``."""
 
     target = Target.GPU
 
@@ -86,7 +87,7 @@ class Gpu:
 
 @dataclass
 class _Placed:
-    """What the device keeps of a step's ``Rows``."""
+    """A step's ``Rows`` in device memory."""
 
     ids: Tensor
     positions: Tensor
@@ -94,7 +95,7 @@ class _Placed:
 
 
 class GpuCarrier:
-    """A ``Carrier``: the part of a runner that needs no model."""
+    """Implements ``Carrier`` on a GPU."""
 
     def __init__(self, kit: Kit, dtype: DType) -> None:
         self.dtype = dtype
@@ -105,8 +106,7 @@ class GpuCarrier:
         return GpuTransfers(self.lines, moves, getattr(torch, self.dtype.value))
 
     def lent(self, output: SliceOutput) -> tuple[Any, Any, Any]:
-        """Return q, k and v as contiguous arrays of the device: models that compute them as one tensor make them parts
-        of it."""
+        """Return q, k and v as contiguous device arrays, copied where the model computes them as one tensor."""
         lend = self._kit.lent
         return lend(output.q.contiguous()), lend(output.k.contiguous()), lend(output.v.contiguous())
 
@@ -122,9 +122,9 @@ class GpuCarrier:
 
 
 class GpuRunner(GpuCarrier):
-    """A ``Runner``. Recorded slices read and write fixed memory, the same for all numbers of rows.
+    """Implements ``Runner`` on a GPU. Recorded slices read and write fixed memory, shared by all numbers of rows.
 
-    Their outputs live there as well, but for context, which has to outlast the slices of other lanes.
+    Context is copied out of fixed memory, since it must outlast the slices of other lanes.
     """
 
     def __init__(
@@ -137,11 +137,13 @@ class GpuRunner(GpuCarrier):
             None if name is None else plain(tensors[name]).float().cpu().numpy() for name in model.sinks
         ]
         self.slices = model.slices
-        self._slices = dict(zip(model.slices, place(model, tensors, kit.place, reduce, kit.grouped), strict=True))
+        self._slices = dict(
+            zip(model.slices, place_slices(model, tensors, kit.place, reduce, kit.grouped), strict=True)
+        )
         self._prepared: dict[tuple[object, int], tuple[Tensor, ...]] = {}
-        self._held: dict[tuple[object, int], Rows] = {}  # whose values are in fixed memory, by what they are
+        self._held: dict[tuple[object, int], Rows] = {}  # by kind of value: the step whose values are in fixed memory
         self._recorded: dict[tuple[int, int], _Recorded] = {}
-        # Ranks would have to choose alike, and to time the same recordings at once.
+        # Not with several ranks, which would have to make the same choice and time the same recordings together.
         self._fusion = Fusion(kit) if reduce is None else None
 
     def reserve(self, rows: int, draws: int, shards: int) -> None:
@@ -162,6 +164,28 @@ class GpuRunner(GpuCarrier):
         few = Rows(rows.ids[which], rows.positions[which])
         return self._results(len(self.attentions), few, arrived)[0][: len(chosen)]
 
+    def recorded_steps(self, memory: Any) -> RecordedSteps | None:
+        every = range(len(self.attentions) + 1)
+        alone = self._fusion is not None and self.slices == every
+        if not alone or not all(piece.capturable for piece in self._slices.values()):
+            return None
+        return RecordedSteps(self, self._kit, memory.fixed_table)
+
+    def place_rows(self, rows: Rows) -> None:
+        placed = self._placed(rows)
+        for key, piece in {piece.prelude_key: piece for piece in self._slices.values()}.items():
+            if key not in placed.prepared:
+                placed.prepared[key] = piece.prepare(rows.positions)
+            self._take_in(piece, rows, placed, placed.prepared[key])
+
+    def launch(self, index: int, count: int, arrived: Sequence[Tensor]) -> Sequence[Tensor]:
+        recorded = self._recorded.get((index, count))
+        inputs = self._fill_inputs(count, arrived)
+        results = self._launch(self._slices[index], count, inputs, None if recorded is None else recorded.main)
+        taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        context = [each.clone() if each.untyped_storage().data_ptr() in taken else each for each in results[3:]]
+        return *self._fix(count, results[:3]), *context
+
     def _results(self, index: int, rows: Rows, arrived: Sequence[Tensor]) -> Sequence[Tensor]:
         piece, count = self._slices[index], len(rows.ids)
         placed = self._placed(rows)
@@ -172,15 +196,20 @@ class GpuRunner(GpuCarrier):
             there = [tensor.to(self._kit.place) for tensor in arrived]
             return piece(prepared, placed.ids, placed.positions, there)
         self._take_in(piece, rows, placed, prepared)
-        inputs = [self._at(f"in {number}", count, tensor) for number, tensor in enumerate(arrived)]
-        for fixed, tensor in zip(inputs, arrived, strict=True):
-            if fixed.data_ptr() != tensor.data_ptr():
-                fixed.copy_(tensor)
+        inputs = self._fill_inputs(count, arrived)
         recorded = self._recorded.get((index, count))
         if recorded is None:
             recorded = self._recorded[index, count] = self._record(piece, count, inputs)
         recorded.replay()
         return recorded.results
+
+    def _fill_inputs(self, count: int, arrived: Sequence[Tensor]) -> list[Tensor]:
+        """Copy what a slice of ``count`` rows is given to where its recording reads it, and return that memory."""
+        inputs = [self._at(f"in {number}", count, tensor) for number, tensor in enumerate(arrived)]
+        for fixed, tensor in zip(inputs, arrived, strict=True):
+            if fixed.data_ptr() != tensor.data_ptr():
+                fixed.copy_(tensor)
+        return inputs
 
     def _placed(self, rows: Rows) -> _Placed:
         if not isinstance(rows.placed, _Placed):
@@ -188,7 +217,7 @@ class GpuRunner(GpuCarrier):
         return rows.placed
 
     def _take_in(self, piece: PlacedSlice, rows: Rows, placed: _Placed, prepared: tuple[Tensor, ...]) -> None:
-        """Put what the step's slices share into fixed memory, unless it is there."""
+        """Copy the values that the step's slices share into fixed memory, unless they are there."""
         count = len(rows.ids)
         for what, tensor in (("ids", placed.ids), ("positions", placed.positions)):
             if self._held.get((what, 0)) is not rows:
@@ -203,32 +232,43 @@ class GpuRunner(GpuCarrier):
         self._held[key] = rows
 
     def _at(self, what: str, count: int, like: Tensor) -> Tensor:
-        """Fixed memory for ``count`` rows of this kind."""
+        """Return fixed memory for ``count`` rows, by purpose (``what``)."""
         return self.lines.fixed_rows(what, count, tuple(like.shape[1:]), like.dtype)
 
     def _record(self, piece: PlacedSlice, count: int, inputs: Sequence[Tensor]) -> "_Recorded":
-        """Record a slice for so many rows; what it reads is in fixed memory."""
-        ids = self._at("ids", count, torch.empty(0, dtype=torch.int64))
-        positions = self._at("positions", count, torch.empty(0, dtype=torch.int64))
-        prepared = self._prepared[piece.prelude_key, count]
+        """Record a slice for ``count`` rows; its ``inputs`` are in fixed memory."""
         fixed: list[Tensor] = []
-
-        def work(main: Main) -> None:
-            results = piece(prepared, ids, positions, inputs, main)
-            fixed[:] = [self._at(f"out {number}", count, tensor) for number, tensor in enumerate(results)]
-            for target, tensor in zip(fixed, results, strict=True):
-                target.copy_(tensor)
+        made: list[tuple[Replay, Main]] = []
 
         def record(main: Main) -> Replay:
-            return self._kit.capture(lambda: work(main))
+            def work() -> None:
+                fixed[:] = self._fix(count, self._launch(piece, count, inputs, main))
+
+            replay = self._kit.capture(work)
+            made.append((replay, main))
+            return replay
 
         replay = record(piece.graph) if self._fusion is None else self._fusion.record(piece, count, record)
-        return _Recorded(replay, fixed)
+        return _Recorded(replay, fixed, next(main for each, main in made if each is replay))
+
+    def _launch(self, piece: PlacedSlice, count: int, inputs: Sequence[Tensor], main: Main | None) -> Sequence[Tensor]:
+        """Launch a slice on the rows in fixed memory. ``main``: computes what the slice's graph does."""
+        ids = self._at("ids", count, torch.empty(0, dtype=torch.int64))
+        positions = self._at("positions", count, torch.empty(0, dtype=torch.int64))
+        return piece(self._prepared[piece.prelude_key, count], ids, positions, inputs, main)
+
+    def _fix(self, count: int, results: Sequence[Tensor]) -> list[Tensor]:
+        """Copy results to fixed memory, and return that."""
+        fixed = [self._at(f"out {number}", count, tensor) for number, tensor in enumerate(results)]
+        for target, tensor in zip(fixed, results, strict=True):
+            target.copy_(tensor)
+        return fixed
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A slice that runs by replaying; ``results`` is where it leaves its results."""
+    """A recorded slice; ``results`` are the tensors that replaying it writes, ``main`` is what was recorded."""
 
     replay: Replay
     results: Sequence[Tensor]
+    main: Main

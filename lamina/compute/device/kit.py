@@ -81,10 +81,13 @@ class Kit(Protocol):
     def write_rows(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
         """Write rows of ``source`` [S, h, D] into messages. Can be recorded.
 
-        Column i of ``table``, int32 [4, N], says which row, to which message, as number ``p`` of its rows of this kind,
-        and the number ``n`` of rows of each kind in front of it: from byte ``bodies[message] + n * lead + p * row`` on,
-        where ``row`` is the bytes of one. Message -1: none. ``bodies`` int64 is ``pinned``, and holds addresses of
-        ``pinned`` or mapped memory, or in inboxes of peers.
+        Args:
+            source: Rows of one kind: q, k or v.
+            table: int32 [4, N]. Column i has: row of ``source``; message (-1: none); index ``p`` of the row in the
+                message's rows of this kind; number ``n`` of rows of the kinds before it. The row is written to byte
+                ``bodies[message] + n * lead + p * nbytes``, where ``nbytes`` is the size of a row.
+            bodies: int64 in ``pinned`` memory: addresses of pinned or mapped memory or of peers' inboxes.
+            lead: Bytes of a row of the kinds before this one.
         """
 
     def lent(self, tensor: Tensor) -> Any:
@@ -94,7 +97,7 @@ class Kit(Protocol):
         """Return an array of the card as a tensor over the same memory."""
 
     def upload(self, target: Tensor, source: Tensor) -> None:
-        """Copy from host memory, which must not change before ``synchronize``."""
+        """Copy ``source``, in host memory, to ``target``. ``source`` must not change before ``synchronize``."""
 
     def synchronize(self) -> None:
         """Wait until all work launched on the card has completed."""

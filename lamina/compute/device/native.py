@@ -1,4 +1,4 @@
-"""Moves rows between host memory and messages, where slices run on the CPU: views where they will do, else copies."""
+"""Implements ``Transfers`` for slices on the CPU: moves rows between host memory and messages, by views if possible."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ Arrays = tuple[Floats, Floats]
 
 
 class NativeTransfers:
-    """``Transfers`` of one step. Native kernels merge, with ``threads``."""
+    """Implements ``Transfers``. Native kernels merge partials with ``threads`` threads."""
 
     lingers = False
 
@@ -31,7 +31,7 @@ class NativeTransfers:
     def fill_messages(
         self, q: Tensor, k: Tensor, v: Tensor, bodies: Sequence[int] = ()
     ) -> tuple[list[Array], list[Array], list[Array]]:
-        """Return q, k and v as the arrays of messages. ``bodies`` are all 0: no memory of peers is mapped."""
+        """Return the arrays of messages. ``bodies`` are all 0, since no peer's memory is mapped."""
         assert not any(bodies)
         asked, kept = self._moves.queries, self._moves.appends
         queries, keys, values = (
@@ -72,7 +72,7 @@ class NativeTransfers:
         return out
 
     def _views(self, here: Sequence[Partial], heads: int) -> list[Arrays]:
-        """Partials for shards of so many heads, as arrays: most layers have the same tensors."""
+        """Return this worker's own partials as arrays [shards, heads, ...], cached: most layers reuse the tensors."""
         known, views = self._here
         if len(known) != len(here) or any(one is not other for one, other in zip(known, here, strict=True)):
             views = [
@@ -82,7 +82,7 @@ class NativeTransfers:
         return views
 
     def _read(self, number: int, heads: int, v_dim: int, reply: Reply) -> Arrays:
-        """Views of a reply, for shards of so many heads. The next one may come in the same slot."""
+        """Return views of a reply, cached by slot."""
         slot, body = reply
         views = self._replies.get((number, slot, heads, v_dim)) if slot >= 0 else None
         if views is None:
@@ -97,7 +97,7 @@ class NativeTransfers:
     def _scattered(
         self, spec: AttentionSpec, partials: Sequence[tuple[Indices, Indices, Floats, Floats]]
     ) -> tuple[list[Floats], list[Floats]]:
-        """Partials number 0, 1, ... of all rows; lse is -inf where a row has fewer."""
+        """Return, for each p, partial p of all rows; lse is -inf for rows with fewer partials."""
         outs, lses = self._buffer(spec)
         shape = len(outs), self._moves.total * self._moves.shards
         by_shard = outs.reshape(*shape, -1, spec.v_dim), lses.reshape(*shape, -1)  # views
@@ -107,9 +107,9 @@ class NativeTransfers:
         return list(outs), list(lses)
 
     def _buffer(self, spec: AttentionSpec) -> Arrays:
-        """Partials [P, T, Hq, Dv] and lse [P, T, Hq] of the step's T tokens.
+        """Return the buffer for partials [P, T, Hq, Dv] and lse [P, T, Hq] of the step's T tokens.
 
-        All layers write the same places, so the others stay -inf.
+        All layers write the same entries, so that all other lse stay -inf.
         """
         key = (spec.query_heads, spec.v_dim)
         if key not in self._buffers:
@@ -118,11 +118,10 @@ class NativeTransfers:
         return self._buffers[key]
 
     def _are_all(self, shards: Indices) -> bool:
-        """Return whether these are all rows in order; with several shards to a row, they come shard by shard."""
         return self._moves.shards == 1 and len(shards) == self._moves.total
 
     def _take(self, array: Array, shards: Indices) -> Array:
-        """Shards of ``array`` [T, H, D]; a view if they are all rows in order."""
+        """Return ``shards`` of ``array`` [T, H, D]; a view if they are all rows in order."""
         if self._are_all(shards):
             return array[: self._moves.total]
         count = self._moves.shards

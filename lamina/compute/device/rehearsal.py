@@ -1,7 +1,7 @@
-"""Runs the steps that a GPU may be given, on zeros, before requests come.
+"""Runs steps of every size on zeros before the first request, to warm up a GPU.
 
-Afterwards every slice is recorded for every number of rows, with what moves the rows of steps that decode; libraries
-have loaded, and torch holds the memory that the largest step needs: it keeps what it has once allocated.
+Afterwards, slices and transfers of decode steps are recorded for every number of rows, libraries are loaded, and
+torch's allocator has reserved the memory of the largest step.
 """
 
 import numpy as np
@@ -21,9 +21,9 @@ COSTLIEST = SamplingParams(top_p=0.5, top_k=0, min_p=1e-9, repetition_penalty=1.
 
 
 def rehearse(runner: Runner, rows: int, draws: int, shards: int) -> None:
-    """Run steps of up to ``rows`` rows, of which up to ``draws`` draw a token, on a device whose memory torch manages.
+    """Run steps of up to ``rows`` rows, of which up to ``draws`` draw a token.
 
-    ``shards``: of heads, in which rows travel. Raises torch.OutOfMemoryError.
+    ``shards``: head shards per row. Raises torch.OutOfMemoryError.
     """
     most = runner.padded(rows)
     for count in sorted({most, *(each for each in ROWS if each < most)}, reverse=True):  # the smaller fit in after that
@@ -31,9 +31,9 @@ def rehearse(runner: Runner, rows: int, draws: int, shards: int) -> None:
 
 
 def _run(runner: Runner, count: int, draws: int, shards: int, chunk: int) -> None:
-    """One step of ``count`` rows that decode, all on one memory worker.
+    """Run a step of ``count`` decode rows on one memory worker; the first ``chunk`` rows are also a prompt chunk.
 
-    The first ``chunk`` attend to each other as well, as a prompt's do, and then tokens are drawn at the greatest cost.
+    Tokens are drawn with the costliest sampling parameters.
     """
     step = Rows(torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64))
     every = np.arange(count * shards)
@@ -61,7 +61,7 @@ def _run(runner: Runner, count: int, draws: int, shards: int, chunk: int) -> Non
 
 
 def _context_before(runner: Runner, count: int) -> tuple[Tensor, ...]:
-    """Return what the first slice here gets from the stage before."""
+    """Return zeros for the context that the first slice receives from the stage before."""
     first = runner.slices.start
     crossings = runner.contexts[first - 1] if first else ()
     return tuple(torch.zeros((count, *one.shape), dtype=one.dtype) for one in crossings)

@@ -1,7 +1,7 @@
-"""Sums over the ranks of a tensor-parallel replica on GPUs, by torch.distributed: NCCL, or gloo if they are emulated.
+"""All-reduce over the ranks of a tensor-parallel replica on GPUs: NCCL, or gloo if GPUs are emulated.
 
-A sum is an operator like others, in place on the GPU's memory, so that recordings have it too: nothing goes through the
-host. NCCL adds each element up in one place and sends the result to all, so that all ranks have the same bits.
+An all-reduce works in place in GPU memory and can be recorded with a slice. NCCL computes each element on one rank and
+sends it to all, so that all ranks get the same bits.
 """
 
 import os
@@ -30,10 +30,10 @@ _ENVIRONMENT = {
 
 
 class GpuSums:
-    """``Sums`` on a GPU. At most one with several ranks in a process."""
+    """Implements ``Sums`` on a GPU. A process has at most one instance with several ranks."""
 
     def __init__(self, rank: Rank, kit: Kit, meeting: str) -> None:
-        """Join the other ranks, which takes until all of them have come. Raises ConfigError."""
+        """Join the other ranks; blocks until all have joined. Raises ConfigError."""
         self.rank = rank
         self._kit = kit
         self._one = torch.ones(1, device=kit.place)
@@ -66,20 +66,22 @@ class GpuSums:
             ) from error
 
     def connect(self, links: Links, wait: Wait, names: Sequence[str]) -> None:
-        """Nothing: they have joined."""
+        """Do nothing: the constructor has connected the ranks."""
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Add up ``x`` over all ranks. The result is there for what is started on the GPU after this call."""
+        """Sum ``x`` over all ranks in place; GPU work launched after this call sees the result."""
         total = torch.ops._c10d_functional.all_reduce_(x.contiguous(), "sum", self._group)
         waited: Tensor = torch.ops._c10d_functional.wait_tensor(total)
         return waited
 
     def reset(self, first: int) -> None:
-        """Do nothing: with several ranks, the engine begins no other epoch, since NCCL cannot drop a sum."""
+        """Do nothing: with several ranks, the engine begins no new epoch, since NCCL cannot abort an all-reduce."""
 
     def agree(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens of rank 0. Sums over a vocabulary are not in the same order every time, so that ranks may
-        draw different tokens from equal logits."""
+        """Return the tokens of rank 0.
+
+        GPUs do not sum over a vocabulary in a fixed order, so that ranks may draw different tokens from equal logits.
+        """
         if self.rank.count == 1 or not tokens:
             return list(tokens)
         own = torch.tensor(tokens, device=self._kit.place)

@@ -1,9 +1,9 @@
-"""Moves rows between a GPU and messages: written and merged by the device, as planned once per step.
+"""Implements ``Transfers`` on a GPU: moves rows between GPU memory and messages by recorded kernels.
 
-For every attention, the host starts one recording that writes the rows of all messages, and waits for it: into inboxes
-of peers, or slots of peers whose memory is mapped here, else into pinned memory that messages are sent from. Once all
-replies are here, it copies each as it is, and starts one recording that merges, and the next slice behind it, without a
-wait in between. Nothing is done per row.
+For every attention, the host replays one recording that writes the rows of all messages, and waits for it. Rows are
+written to peers' inboxes or mapped slots, else to pinned memory that messages are sent from. Once all replies have
+arrived, the host copies them to the GPU and replays one recording that merges them, followed by the next slice without
+a wait. The host does no work per row.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from lamina.splitter import as_numpy
 def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> Tensor:
     """Merge P partials over disjoint tokens: outs float32 [P, T, H, Dv], natural-log lses [P, T, H], sinks [H].
 
-    A partial of nothing has an lse of -inf and a finite out; what has only such ones becomes 0.
+    An empty partial has an lse of -inf and a finite out; rows with only empty partials become 0.
     """
     if len(outs) == 1 and sinks is None:
         return outs[0]
@@ -42,10 +42,10 @@ def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 class Lines:
-    """What all steps on a card share: memory that stays where it is, and what is recorded on it. One to a runner."""
+    """Memory at fixed addresses that all steps on a GPU share, and the recordings that use it. One for each runner."""
 
     def __init__(self, kit: Kit, most: int) -> None:
-        """``most``: rows of the largest step that is recorded."""
+        """``most``: most rows of a recorded step."""
         self.kit = kit
         self.most = most
         self._fixed: dict[object, Tensor] = {}
@@ -55,38 +55,37 @@ class Lines:
         self._addresses = set[int]()
 
     def owns(self, tensor: Tensor) -> bool:
-        """True if a tensor begins where fixed memory does."""
+        """Return whether a tensor begins at the address of fixed memory."""
         return tensor.data_ptr() in self._addresses
 
     def fixed_rows(self, what: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Fixed memory for ``count`` rows of this shape, the first of as many as are ever recorded: the same tensor
-        every time."""
+        """Return the first ``count`` rows of fixed memory for rows of ``shape``; the same tensor at every call."""
         key = what, shape, dtype, count
         if key not in self._views:
             self._views[key] = self.fixed((what, shape, dtype), (self.most, *shape), dtype)[:count]
         return self._views[key]
 
     def fixed(self, what: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Fixed memory on the card, by what it is for; 0 at first."""
+        """Return fixed memory on the GPU, by purpose (``what``); initially 0."""
         if what not in self._fixed:
             self._fixed[what] = torch.zeros(shape, dtype=dtype, device=self.kit.place)
             self._addresses.add(self._fixed[what].data_ptr())
         return self._fixed[what]
 
     def pinned(self, what: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Fixed memory of the host that the card reads and writes."""
+        """Return fixed pinned memory of the host, by purpose (``what``)."""
         if what not in self._fixed:
             self._fixed[what] = self.kit.pinned(shape, dtype)
         return self._fixed[what]
 
     def recorded(self, what: object, work: Callable[[], None]) -> Replay:
-        """``work``, recorded at its first use."""
+        """Return the recording of ``work``, made at the first call for ``what``."""
         if what not in self._recorded:
             self._recorded[what] = self.kit.capture(work)
         return self._recorded[what]
 
     def add_copy(self, what: object, owner: object, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Copy to fixed memory ``what``, in (target, source) ``pairs``, unless ``owner`` did so last."""
+        """Copy ``pairs`` (target, source) to fixed memory ``what``, unless ``owner`` did so last."""
         if self._held.get(what) is not owner:
             self._held[what] = owner
             for target, source in pairs:
@@ -95,22 +94,21 @@ class Lines:
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows of one kind that travel, q or k and v: ``shards`` by message."""
+    """Rows of one kind (q, or k and v) in messages: ``shards`` by message."""
 
     shards: Sequence[Indices]
 
     @property
     def counts(self) -> list[int]:
-        """The number of rows in each message."""
+        """Number of rows in each message."""
         return [len(each) for each in self.shards]
 
     def table(self, before: Sequence[int], moves: Moves) -> Tensor:
         """Return the table for ``Kit.write_rows``, padded with columns of no message to one of few lengths.
 
-        If all rows travel, there is one length for each padded number of rows.
-
         Args:
-            before: rows of each kind in front of this group, by message.
+            before: By message, rows of each kind before this group.
+            moves: The step's rows.
         """
         counts = np.array(self.counts, np.int64)
         total = int(counts.sum())
@@ -125,14 +123,15 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Collected:
-    """One recording that writes rows of messages.
+    """One recording that writes the rows of messages.
 
     Attributes:
-        sources: what it reads.
-        tables: what it reads besides, for ``Lines.hold``.
-        bodies: int64, to where it writes.
-        starts: addresses of pinned memory for each message.
-        messages: what that holds, by kind.
+        sources: Tensors that it reads rows from.
+        tables: Tables of the rows, for ``Lines.add_copy``.
+        bodies: int64, addresses that it writes to.
+        starts: Address of pinned memory for each message.
+        replay: Runs the recording.
+        messages: Views of the pinned memory, by kind and message.
     """
 
     sources: tuple[Tensor, ...]
@@ -145,7 +144,7 @@ class _Collected:
 
 @dataclass(frozen=True)
 class _Merge:
-    """One merge: where partials are copied to, those from here first, and where the result is."""
+    """One recorded merge; ``targets`` are the places of partials, this worker's own first."""
 
     targets: tuple[Tensor, ...]
     sinks: Tensor | None
@@ -241,7 +240,7 @@ class GpuTransfers:
         return what, (self._lines.fixed(what, tuple(table.shape), table.dtype), table)
 
     def _lay_out(self, sources: Sequence[tuple[str, Tensor]]) -> tuple[tuple[list[Array], ...], list[int]]:
-        """Pinned memory for messages that are written nowhere else: the rows in each by source, and addresses."""
+        """Return views and addresses of pinned memory for messages, by source and message."""
         shards = self._moves.shards
         shapes = [(source.shape[1] // shards, source.shape[2]) for _, source in sources]
         counts = [self._groups[name].counts for name, _ in sources]
@@ -281,7 +280,6 @@ class GpuTransfers:
         return merge.result
 
     def _body(self, number: int, slot: int, body: Any) -> Tensor:
-        """Return a reply as an array; the next one may come in the same slot."""
         arrived = isinstance(body, Tensor)
         key = number, slot, len(body), arrived
         known = self._replies.get(key)

@@ -270,6 +270,24 @@ class Attention:
             if pairs not in self._current:
                 self._current[pairs] = self._plan(pairs)
 
+    @property
+    def tilings(self) -> tuple[Tiling, ...]:
+        """Tilings of the step's planned work: a captured graph serves the steps that have the same ones."""
+        return tuple(plan.tiling for plan in self._current.values())
+
+    def copy_step(self, other: "Attention") -> None:
+        """Copy the tables of the step that ``other``, of the same capacity, has been sent, on the device in stream
+        order. ``plan_again`` then cuts the step's work."""
+        self._words[...] = other._words
+        self.step_class, self._joins, self._rows = other.step_class, other._joins, other._rows
+        self._most_rows, self._new_rows = other._most_rows, other._new_rows
+        self._current = {pairs: self._cut(pairs, self.step_class) for pairs in other._current}
+
+    def plan_again(self) -> None:
+        """Cut the work of the step that was copied last. Can be captured, together with ``partial``."""
+        for pairs in self._current:
+            self._plan(pairs)
+
     def partial(
         self,
         q: Any,

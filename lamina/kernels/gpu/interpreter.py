@@ -1,9 +1,10 @@
-"""Triton's interpreter as a backend: programs run one after another on numpy's memory."""
+"""A ``Backend`` without a GPU: Triton's interpreter runs programs one after another on numpy arrays."""
 
 import functools
 import importlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,31 @@ from lamina.transport.device.inboxes import SharedMaker
 
 RUNNING = threading.Lock()  # the interpreter's state is the process's, and programs may come from several threads
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "i8": torch.int8, "u8": torch.uint8}
+
+
+_recorders: list[Callable[[Callable[[], None]], None]] = []
+
+
+@contextmanager
+def recorded(recorder: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+    """Pass launches to ``recorder``, which runs them, as a stream does that is being captured. Then nothing else may be
+    asked of a backend: not even memory."""
+    _recorders.append(recorder)
+    try:
+        yield
+    finally:
+        _recorders.pop()
+
+
+def is_recording() -> bool:
+    """Return whether launches are recorded."""
+    return bool(_recorders)
+
+
+def reject_recording(what: str) -> None:
+    """Raises RuntimeError while launches are recorded, as CUDA would."""
+    if _recorders:
+        raise RuntimeError(f"{what}, which a recording must not do")
 
 
 class Interpreter:
@@ -31,6 +57,7 @@ class Interpreter:
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         """Memory full of ones: NaN in every floating-point type, -1 in every signed one."""
+        reject_recording("this allocates memory")
         return np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 255, np.uint8).view(dtype).reshape(shape)
 
     def memory(self) -> tuple[int, int]:
@@ -44,6 +71,7 @@ class Interpreter:
         """Do nothing: no memory is kept for later."""
 
     def upload(self, source: npt.NDArray[Any], target: Any) -> None:
+        reject_recording("this copies from the host")
         target[: len(source)] = source
 
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -57,6 +85,7 @@ class Interpreter:
         return isinstance(array, np.memmap)
 
     def download(self, *copies: tuple[Any, Any]) -> None:
+        reject_recording("this waits for the device")
         for source, target in copies:
             target[...] = source
 
@@ -90,6 +119,12 @@ class Interpreter:
 
         Raises ValueError for an array that is not C-contiguous or not aligned: on a GPU, programs rely on both.
         """
+        if _recorders:
+            _recorders[-1](lambda: self._run(program, grid, arguments))
+        else:
+            self._run(program, grid, arguments)
+
+    def _run(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         import triton.language as tl
 
         match_gpus()

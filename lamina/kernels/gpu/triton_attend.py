@@ -336,12 +336,17 @@ def combine(
 ):  # fmt: skip
     """Merge the parts that ``attend`` wrote for one query row and head. Grid (query rows, Hq).
 
-    row_pairs int32 [R]: the pair of each query row, or -1. Rows of tiles with one part are not changed. With ``joins``,
-    row i is row ``order[i]`` of out and lse, and its present value there is merged as one more partial.
+    row_pairs int32 [R]: the pair of each query row, or -1 for padding, which gets 0 and -inf. Rows of tiles with one
+    part are not changed. With ``joins``, row i is row ``order[i]`` of out and lse, and its present value there is
+    merged as one more partial.
     """
     row, query_head = tl.program_id(0), tl.program_id(1)
     pair = tl.load(row_pairs + row)
     if pair < 0:
+        if not joins:
+            empty, d = row.to(tl.int64) * (kv_heads * group) + query_head, tl.arange(0, block_dv)
+            tl.store(lse + empty, float("-inf"))
+            tl.store(out + empty * v_dim + d, tl.zeros([block_dv], tl.float32), mask=d < v_dim)
         return
     begin, parts, first_row = tl.load(splits + 3 * pair), tl.load(splits + 3 * pair + 1), tl.load(splits + 3 * pair + 2)
     if parts <= 1 - joins:

@@ -1,7 +1,7 @@
-"""The product of rows that are sorted by expert, each with the weight of its own, in Triton.
+"""Triton kernel that multiplies rows, sorted by expert, by the weights of their experts.
 
-How many rows each expert has is known on the device alone. So the grid has a program for every tile that there may be,
-and those beyond the last one end at once.
+Only the device knows how many rows each expert has. So the grid has a program for every tile that may be needed, and
+programs beyond the last tile end at once.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""Triton kernels over rows: written into slabs, page tables and messages; of logits, from which tokens are drawn."""
+"""Triton kernels over rows: they write slabs, page tables and messages, and draw tokens from rows of logits."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Where a memory worker keeps K and V and runs attention: on the CPU, or on a GPU, behind one protocol."""
+"""Devices of memory workers, which hold KV and run attention: CPU, GPU or emulated GPU behind one protocol."""
 
 import functools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The protocol of devices."""
+"""Defines the protocol ``Device``: where a memory worker stores K and V and runs attention."""
 
 import itertools
 import math
@@ -27,8 +27,9 @@ SlotsOf = Callable[[Any], Slots]
 class Pairs:
     """Which query rows attend to which tokens, in the order of the rows.
 
-    Pair i has ``rows[i]`` query rows, the first at position ``query_start[i]``. They see tokens [first[i], stop[i]) of
-    segment ``keys[i]``, counted from its first token here; the first of them is at position ``kv_start[i]``.
+    Pair i has ``rows[i]`` query rows, the first at position ``query_start[i]``. The rows attend to tokens
+    [first[i], stop[i]) of segment ``keys[i]``, counted from the segment's first token on this worker; token
+    ``first[i]`` is at position ``kv_start[i]``.
     """
 
     rows: Sequence[int]
@@ -41,7 +42,7 @@ class Pairs:
     """Which row of ``New`` is each pair's last token; -1: none. Empty: no attention is given any."""
 
     def table(self, slots: Slots) -> SegmentTable:
-        """Return the table as kernels take it. ``slots``: the slots of all pairs' tokens, one pair after another."""
+        """Return the kernels' table. ``slots``: slots of all pairs' tokens, one pair after another."""
         return SegmentTable(
             query_offsets=_offsets(self.rows, np.int32),
             query_start=np.array(self.query_start, np.int32),
@@ -53,7 +54,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class New:
-    """Tokens to store: k [T, Hkv, D] and v [T, Hkv, Dv], and their slots [T]. All have been ``sent``."""
+    """Tokens to store: k [T, Hkv, D], v [T, Hkv, Dv] and their slots [T], all as returned by ``Device.sent``."""
 
     k: Array
     v: Array
@@ -62,14 +63,15 @@ class New:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest steps, as a memory worker sees them.
+    """Upper bounds of the steps of a memory worker.
 
     Attributes:
-        pairs, rows: of a request; query rows count once for each shard of heads.
-        tables: of all steps that are planned at once.
-        buffers: bytes of the arrays on the GPU that serving one request takes at once.
-        polled: lanes that the GPU may serve itself, and query rows of the largest request that comes in a slot.
-        gpu_share: of the GPU's memory, which may be in use in all.
+        pairs: Pairs of a request.
+        rows: Query rows of a request, counted once for each shard of heads.
+        tables: Tables of all steps that are planned at once.
+        buffers: Bytes of each GPU array that serving one request needs at the same time.
+        polled: Lanes that the GPU may serve itself, and query rows of the largest request that arrives in a slot.
+        gpu_share: Fraction of the GPU's memory that all programs together may use.
     """
 
     pairs: int
@@ -81,9 +83,9 @@ class Largest:
 
 
 class Table(Protocol):
-    """What query rows attend to, wherever the device reads it. Made once per step, used for every layer.
+    """The tokens that query rows attend to, in the device's own form. Made once per step, used for every layer.
 
-    It stays valid while segments grow, and until their slots are used again for other tokens.
+    It stays valid while segments grow, until their slots are reused for other tokens.
     """
 
     def attend(
@@ -95,11 +97,15 @@ class Table(Protocol):
         spec: AttentionSpec | None = None,
         new: New | None = None,
     ) -> Iterator[None]:
-        """Partial attention of q [R, Hq, D], which has been ``sent``; ``spec``: instead of the layer's own. ``new``:
-        tokens to keep that the rows see already, as ``Pairs.new`` says.
+        """Compute partial attention; yield every few milliseconds, where the work may pause.
 
-        Writes out [R, Hq, Dv] and lse [R, Hq], in host memory or an inbox, complete at the end. Yields every few
-        milliseconds, where the work may pause; q must not change before the end.
+        Args:
+            layer: Index of the attention.
+            q: Queries [R, Hq, D], as returned by ``Device.sent``. Must not change before the end.
+            out: Result [R, Hq, Dv] in host memory or an inbox, complete at the end.
+            lse: Result [R, Hq], like ``out``.
+            spec: Replaces the layer's own spec.
+            new: Tokens to store first, which the rows named by ``Pairs.new`` attend to.
         """
 
 
@@ -108,10 +114,10 @@ Work = Callable[[Array, Array, Array], None]
 
 
 class PolledLane(Protocol):
-    """The requests of one lane, in order. What is launched may run much later, so that it must not use what changes.
+    """Serves the requests of one lane in order. Launched work may run much later: its arguments must not change.
 
     Attributes:
-        stream: that waits and answers.
+        stream: Stream that polls for requests and replies.
     """
 
     stream: SlotStream
@@ -119,78 +125,89 @@ class PolledLane(Protocol):
     def serve(
         self, incoming: Incoming, outgoing: Outgoing, record: int, nbytes: int, shape: tuple[int, int, int], work: Work
     ) -> None:
-        """Launch the service of a request with a body of ``nbytes``: ``work`` writes out float32 of ``shape`` [R, Hq,
-        Dv] and lse [R, Hq], which are the answer. ``record``: of the stream, written after that."""
+        """Launch the service of one request.
+
+        Args:
+            incoming: Slot of the request.
+            outgoing: Slot of the reply.
+            record: Index of the stream's record that is written after the reply.
+            nbytes: Bytes of the request's body.
+            shape: Shape [R, Hq, Dv] of the reply's ``out``.
+            work: Writes the reply: out and lse [R, Hq], float32.
+        """
 
     def attend(
         self, layer: int, table: Table, q: Array, out: Array, lse: Array, spec: AttentionSpec, new: New | None
     ) -> None:
-        """Launch the attention of ``Table.attend`` with all arrays on the device. ``work`` calls this."""
+        """Launch ``Table.attend`` with all arrays in device memory. Called by ``work``."""
 
 
 class Polled(Protocol):
-    """How a device serves requests without the host.
+    """Serves requests on a device without the host.
 
     Attributes:
-        slots: what it can read and write.
+        slots: Slots that the device reads and writes.
     """
 
     slots: PolledSlots
 
     def lane(self, records: int, request_nbytes: int, reply_nbytes: int) -> PolledLane:
-        """Serves another lane, whose messages have at most so many bytes."""
+        """Return the service of another lane, with at most ``records`` requests in flight and messages of at most
+        ``request_nbytes`` and ``reply_nbytes``."""
 
 
 class Device(Mapper, Protocol):
-    """Holds the slabs of all attentions, by layer. One thread owns it.
+    """Holds the KV slabs of all attentions, by layer, and runs attention. One thread owns it.
 
     Shapes use T tokens, R query rows, Hq query heads, Hkv key/value heads, D and Dv head sizes.
     """
 
     @property
     def polled(self) -> Polled | None:
-        """How it serves requests without the host; None if the host serves them all."""
+        """The service of requests without the host; None if the host serves all requests."""
 
     def sent(self, array: Array) -> Array:
-        """Return an array of the host or of an inbox where the device reads it: a copy, or the array itself. So are
-        views of it. Inboxes, and memory that was adopted, must not change before ``settle``."""
+        """Return an array of the host or of an inbox where the device can read it: a copy, or the array itself.
+
+        Views of the result are readable as well. Inboxes and mapped memory must not change before ``settle``.
+        """
 
     def settle(self) -> None:
-        """Return once everything that was ``sent`` has been read."""
+        """Return once the device has read all arrays passed to ``sent``."""
 
     def results(self, rows: int, spec: AttentionSpec) -> tuple[Floats, Floats]:
-        """Host memory for out [rows, Hq, Dv] and lse [rows, Hq], which the device writes fastest."""
+        """Allocate out [rows, Hq, Dv] and lse [rows, Hq], float32, in host memory that the device writes fast."""
 
     def made(self, rows: int, spec: AttentionSpec) -> tuple[Array, Array]:
-        """Memory of the device for out [rows, Hq, Dv] and lse [rows, Hq], float32."""
+        """Allocate out [rows, Hq, Dv] and lse [rows, Hq], float32, in device memory."""
 
     def attend_there(
         self, layer: int, table: Any, q: Array, out: Array, lse: Array, spec: AttentionSpec, new: New | None
     ) -> None:
-        """Compute ``Table.attend`` with one of this device's tables. ``out`` and ``lse`` come from ``made``, and are
-        there for what the device does next."""
+        """Launch ``Table.attend`` with ``out`` and ``lse`` in device memory, allocated by ``made``; the device's later
+        work may read them."""
 
     def keep(self, layer: int, k: Array, v: Array, slots: Slots) -> None:
-        """Store k [T, Hkv, D] and v [T, Hkv, Dv] in ``slots`` [T], rounded to the slab's element type. All have been
-        ``sent``."""
+        """Store k [T, Hkv, D] and v [T, Hkv, Dv] in ``slots`` [T], rounded to the slab's element type; all three as
+        returned by ``sent``."""
 
     def table(self, pairs: Pairs, slots: SlotsOf) -> Table:
-        """Return what rows attend to. ``slots``: of the segments that ``pairs`` name."""
+        """Return the table of ``pairs``. ``slots``: returns a segment's slots."""
 
     def forget(self, segments: Sequence[Hashable]) -> None:
-        """Drop what is kept of segments that have ended or lost tokens. Tables made before stay valid."""
+        """Drop cached data of segments that have ended or lost tokens. Earlier tables stay valid."""
 
     def renew(self, slots: Slots, others: Slots, left: int) -> None:
         """Copy KV from ``others`` [T] to ``slots`` [T], which hold the same tokens, where windowed layers dropped it.
 
-        ``left``: offset, in tokens, of the first position that may still be attended from.
+        ``left``: offset, in tokens, of the first query that may still attend to them.
         """
 
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:
-        """Write what ``slots`` hold into ``content``, as it is stored: scales of k and v if they are codes, k, v."""
+        """Write KV in ``slots`` into ``content`` as it is stored: scales of k and v if they are quantised, k, v."""
 
     def restore(self, layer: int, slots: Slots, content: memoryview) -> None:
-        """Store what ``read`` wrote, in these slots."""
+        """Store ``content``, as written by ``read``, in ``slots``."""
 
 
 def _offsets(counts: Sequence[int], dtype: type[Any]) -> npt.NDArray[Any]:
@@ -198,7 +215,7 @@ def _offsets(counts: Sequence[int], dtype: type[Any]) -> npt.NDArray[Any]:
 
 
 def parts(content: memoryview, rows: int, arrays: Sequence[Any]) -> Iterator[tuple[Any, Array]]:
-    """Each of ``arrays``, indexed by slot, and where ``rows`` of its rows lie in ``content``, one after another."""
+    """Yield each of ``arrays``, which are indexed by slot, with a view of its ``rows`` rows in ``content``."""
     offset = 0
     for array in arrays:
         shape = (rows, *array.shape[1:])

@@ -3,7 +3,7 @@
 Messages arrive in host memory, where a layer costs one copy to the GPU and one back, or in inboxes on the GPU. The
 table of a step is sent to the GPU when the step's plan arrives; of the page tables, only changed words are sent.
 Prefixes that sequences share are read once for all of them, if that saves enough (``lamina.memory.shared_prefixes``).
-Decode steps may be served by the GPU itself, see ``lamina.memory.ahead``.
+Decode steps may be served by the GPU itself, see ``lamina.memory.device_steps``.
 """
 
 import functools
@@ -19,10 +19,11 @@ import numpy as np
 
 from lamina.core.errors import CapacityError, ConfigError
 from lamina.core.types import AttentionSpec, KvElement
-from lamina.kernels.gpu.attention import Attention, KvSlab, Scratch, append, pair_table, write_words
+from lamina.kernels.gpu.attention import PAIR_WORDS, Attention, KvSlab, Scratch, append, pair_table, write_words
 from lamina.kernels.gpu.backend import Backend
 from lamina.kernels.gpu.specialize import power_of_two, sees_all
 from lamina.kernels.gpu.tables import PageTables
+from lamina.kernels.gpu.tilings import Tiling
 from lamina.memory.device.base import Array, Floats, Largest, New, Pairs, Slots, SlotsOf, parts
 from lamina.memory.device.gpu_polled import GpuPolled
 from lamina.memory.device.workspaces import Workspaces
@@ -67,10 +68,10 @@ def backend(name: str) -> Backend:
 def polled_slots(name: str) -> PolledSlots:
     """Return the slots that GPU ``name`` polls by itself; for "emulated", threads stand in for its streams."""
     if name.partition(":")[0] == EMULATED:
-        from lamina.transport.device.threads import ThreadSlots
+        from lamina.transport.device.emulated_slots import ThreadSlots
 
         return ThreadSlots()
-    from lamina.transport.device.cuda import CudaSlots
+    from lamina.transport.device.cuda_slots import CudaSlots
 
     backend(name)  # makes the GPU the current device of this process
     return CudaSlots()
@@ -255,6 +256,13 @@ class Gpu:
         attention.plan(kinds, self._element)  # a lane that the GPU serves must not take memory
         return attention
 
+    def fixed_table(self, rows: int) -> "FixedTable":
+        """Return memory for the tables of decode steps of up to ``rows`` rows, to be read by recordings."""
+        attention = self._workspaces.make_fixed(rows)
+        attention.upload_pairs(np.zeros((0, PAIR_WORDS), np.int32))
+        attention.plan([*self._cascading, *self._not_cascading], self._element)
+        return FixedTable(GpuTable(self, self._pages, attention, None))
+
     def forget(self, segments: Sequence[Hashable]) -> None:
         self._sharing.forget(segments)
         for segment in segments:
@@ -400,3 +408,38 @@ class GpuTable:
         new: New | None = None,
     ) -> Iterator[None]:
         return self.device.attend(layer, self, q, out, lse, spec, new)
+
+
+class FixedTable:
+    """Tables of decode steps in memory that stays where it is: a recording of attention reads them, for any step that
+    was loaded before the replay. Empty at first.
+
+    A recording stays valid while ``reads`` is the same.
+    """
+
+    def __init__(self, table: GpuTable) -> None:
+        assert table.whole is not None
+        self._table, self._attention = table, table.whole
+
+    @property
+    def reads(self) -> tuple[Any, tuple[Tiling, ...]]:
+        """The page tables' memory, and the tilings of the step's work."""
+        return self._table.pages, self._attention.tilings
+
+    def load(self, table: GpuTable) -> bool:
+        """Copy a step's tables here. False if they do not fit: prefixes are shared, or there are more rows."""
+        step = table.whole
+        if step is None or table.cascade is not None or step.capacity != self._attention.capacity:
+            return False
+        self._attention.copy_step(step)
+        self._table = GpuTable(table.device, table.pages, self._attention, None)
+        return True
+
+    def plan(self) -> None:
+        """Cut the step's work. The first part of a recording."""
+        self._attention.plan_again()
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, out: Array, lse: Array, spec: AttentionSpec) -> None:
+        """Append k and v of the step's rows and attend, as ``Gpu.launch`` does; padding rows get 0 and -inf."""
+        new = New(k, v, NO_SLOTS)
+        self._table.device.launch(layer, self._table, q, out, lse, spec, new)

@@ -1,4 +1,4 @@
-"""Requests that a GPU takes out of slots and answers itself: what attention is launched before they arrive."""
+"""Launches attention before its request arrives: the GPU polls slots for requests and replies itself."""
 
 import functools
 from collections.abc import Callable
@@ -18,12 +18,12 @@ Launch = Callable[..., None]
 
 
 class GpuPolled:
-    """``Polled`` of a GPU, or of its emulation."""
+    """Implements ``Polled`` on a GPU or its emulation."""
 
     def __init__(
         self, backend: Backend, workspaces: Workspaces, launch: Launch, slots: PolledSlots, inboxes: Inboxes
     ) -> None:
-        """``launch``: the GPU's attention. ``inboxes``: of the GPU."""
+        """``launch``: launches the GPU's attention. ``inboxes``: the GPU's inboxes."""
         self.slots = slots
         self._inboxes = inboxes
         self._backend, self._workspaces, self._launch = backend, workspaces, launch
@@ -37,10 +37,10 @@ class GpuPolled:
 
 
 class GpuLane:
-    """A ``PolledLane``: its memory stays where it is, and its attentions share scratch with no other lane's."""
+    """Implements ``PolledLane`` with buffers at fixed addresses and scratch memory of its own."""
 
     def __init__(self, stream: SlotStream, request: Array, results: tuple[Array, Array], launch: Launch) -> None:
-        """``request``, and ``results`` for out and lse: memory of the GPU for the largest message."""
+        """``request``, and ``results`` for out and lse: GPU memory for the largest messages."""
         self.stream = stream
         self._request, (self._out, self._lse), self._launch = request, results, launch
 

@@ -2,11 +2,9 @@
 
 All layers share the slots of a slab, but layers with a window need only the slots near the ends of sequences. So the
 arrays of these layers are indexed by row, and a slot gets a row when its K and V arrive. A row is not freed when its
-token leaves the window. Instead, whenever many rows are in use, a garbage collection derives from the ends of all
-segments which slots are still needed, and frees all other rows. So forks, moves and releases need no bookkeeping here.
-
-A cached prefix has rows for the window before its end. A request that recomputes tokens of a prefix has rows for them
-too: two slots with the same token of the same prefix may share one row (``renew``).
+token leaves the window: when many rows are in use, a garbage collection finds the slots that are still needed, and
+frees all other rows. So forks, moves and releases need no bookkeeping here. Two slots with the same token of the same
+prefix may share one row (``renew``).
 
 The lowest free rows are allocated first, so resident memory is that of the most rows in use at once.
 """
@@ -32,13 +30,13 @@ TABLES = 64  # tables of the latest steps that are kept
 
 
 def most_rows(window: int, sequences: int, tokens: int) -> int:
-    """Return the most rows in use at once for ``sequences``, if steps of all lanes run at most ``tokens`` tokens."""
+    """Return the most rows in use for ``sequences``, if steps of all lanes together have at most ``tokens`` tokens."""
     needed = sequences * (window + STEPS_KEPT) + STEPS_KEPT * tokens
     return FEWEST + with_spare(needed)
 
 
 def with_spare(needed: int) -> int:
-    """Return the rows in use at which rows are collected, if ``needed`` rows were in use after the last collection."""
+    """Return the number of rows in use that triggers a collection after one that left ``needed`` rows in use."""
     return needed * (SPARE + 1) // SPARE
 
 
@@ -88,8 +86,8 @@ class Windows:
     def renew(self, slots: Rows, others: Rows, left: int) -> None:
         """Let ``slots`` [T] share the rows of ``others`` [T], which hold the same tokens.
 
-        Only tokens in the window of a step change rows: its first query is ``left`` tokens after the first of the T.
-        The rows that ``slots`` had are not used: they may be out of date if the KV has moved since.
+        Only tokens inside the window of a query at offset ``left`` change rows. The earlier rows of ``slots`` may be
+        out of date, as the KV may have moved since.
         """
         begin = max(0, left - self.window + 1)
         slots, others = slots[begin:], others[begin:]
@@ -99,11 +97,7 @@ class Windows:
         self._shared[rows[new]] = True
 
     def _collect(self, arriving: Rows) -> None:
-        """Free the rows of slots that are not needed.
-
-        ``arriving``: slots whose K and V arrive. They keep their rows although their tokens may have left the window of
-        the sequence's last planned step.
-        """
+        """Free the rows of slots that are not needed, except those of slots whose K and V are ``arriving``."""
         stays = np.zeros(len(self._rows), bool)
         stays[arriving] = True
         for slots in self._needed(self.window):

@@ -40,7 +40,7 @@ class Workspaces:
         self._unused = collections.deque[Attention]()  # least recently used first
 
     def take(self, pairs: int, rows: int) -> Attention:
-        """Return tables for a step of ``pairs`` and ``rows`` (query rows). The caller returns them with ``give``."""
+        """Return tables for a step of ``pairs`` pairs and ``rows`` query rows. Callers return them with ``give``."""
         capacity = StepCapacity(power_of_two(pairs), power_of_two(rows))
         found = next((each for each in reversed(self._unused) if each.capacity == capacity), None)
         if found is not None:
@@ -49,17 +49,18 @@ class Workspaces:
         self._drop_unused()
         return found or Attention(self._backend, capacity, self._choices, self._scratch)
 
-    def give(self, attention: Attention) -> None:
-        """Return tables for use by later steps.
+    def make_fixed(self, rows: int) -> Attention:
+        """Return tables for steps of up to ``rows`` pairs of one query row each, which stay the caller's."""
+        return Attention(self._backend, StepCapacity(*[power_of_two(rows)] * 2), self._choices, self._scratch)
 
-        Kernels launched with them may still run: kernels of later steps follow in the same stream.
-        """
+    def give(self, attention: Attention) -> None:
+        """Accept tables for reuse by later steps. Their kernels may still run: later steps use the same stream."""
         self._used_count -= 1
         self._unused.append(attention)
         self._drop_unused()
 
     def lane_scratch(self) -> Scratch:
-        """Return scratch memory for a stream of its own, of the size that ``reserve`` has set aside for a lane."""
+        """Return scratch memory for the stream of one lane, reserved by ``reserve``."""
         scratch = Scratch(self._backend)
         scratch.allocate_floats(self._lane_floats)
         return scratch

@@ -1,1 +1,1 @@
-"""Weights stored as codes of few bits: their formats, and how they are read."""
+"""Quantised weights: the formats of checkpoints, and reading and making codes."""

@@ -1,4 +1,4 @@
-"""Weights as codes of few bits: read from a checkpoint, made of dense weights, cut for ranks, made dense again."""
+"""Quantised weights: reads codes from a checkpoint, quantises dense weights, shards and dequantises codes."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ GROUPS = (128, 64, 32)
 Weight = Union[Tensor, "Codes", "ExpertCodes", "StackedCodes", "Held"]
 """A weight as a device holds it."""
 
-_ELEMENTS_AT_ONCE = 1 << 24  # that are made dense: bounds what that takes besides
+_ELEMENTS_AT_ONCE = 1 << 24  # elements converted at a time, which bounds the temporary memory
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Codes:
     """A weight [outputs, inputs] = (values - zeros) * scales, with a zero point and a scale for each group.
 
     Attributes:
-        bits: of a code, 8 or 4.
-        values: [outputs, inputs], int8, uint8 or fp8.
+        bits: bits of a code, 8 or 4.
+        values: the codes [outputs, inputs], int8, uint8 or fp8.
         scales: floating point [R, C].
-        zeros: [R, C], or None for 0.
-        rows: int64 [outputs]: the row of ``scales`` of each output.
-        columns: int64 [inputs]: the column of each input.
+        zeros: [R, C]; None: all are 0.
+        rows: int64 [outputs]: the row of ``scales`` and ``zeros`` of each output.
+        columns: int64 [inputs]: the column of ``scales`` and ``zeros`` of each input.
     """
 
     bits: int
@@ -44,17 +44,17 @@ class Codes:
 
     @property
     def group(self) -> int:
-        """The largest number such that all inputs are runs of so many that share a scale; 1 for scattered groups."""
+        """The largest g such that inputs [i g, (i + 1) g) share a scale for every i; 1 for scattered groups."""
         return _runs(self.columns)
 
     def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> "Codes":
-        """Return a copy whose tensors are ``change`` of the present ones, with equal values."""
+        """Return a copy with ``change`` applied to each tensor, which must keep values (a move to a device)."""
         zeros = None if self.zeros is None else change(self.zeros)
         parts = (change(part) for part in (self.rows, self.columns))
         return Codes(self.bits, change(self.values), change(self.scales), zeros, *parts)
 
     def shard(self, shard: Shard) -> "Codes":
-        """Return the part that a rank holds; groups may be divided."""
+        """Return the part that a rank holds. A group may be divided between ranks."""
         return replace(
             self,
             values=cut(self.values, shard),
@@ -75,7 +75,7 @@ class Codes:
 
 
 def _runs(columns: Tensor) -> int:
-    """Return the largest number such that ``columns`` is runs of so many equal ones."""
+    """Return the largest g such that ``columns`` consists of runs of g equal numbers."""
     starts = (columns[1:] != columns[:-1]).nonzero().flatten() + 1
     return math.gcd(len(columns), *starts.tolist())
 
@@ -93,22 +93,23 @@ class ExpertCodes:
         return ExpertCodes(tuple(self.each[expert].shard(of_each) for expert in here.tolist()))
 
     def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> "ExpertCodes":
-        """Return a copy whose tensors are ``change`` of the present ones, with equal values."""
         return ExpertCodes(tuple(one.replace_tensors(change) for one in self.each))
 
 
 @dataclass(frozen=True)
 class StackedCodes:
-    """Weights of a layer's experts as a GPU multiplies by them; also that of a linear layer, as the only expert.
+    """Weights of a layer's experts, or of one linear layer, in the form that a GPU's product reads.
+
+    A weight is (value - zero) * scale.
 
     Attributes:
-        values: int8 or fp8 (e4m3) [experts, outputs, inputs]; or uint8 [experts, outputs, inputs / 2], where the first
-            inputs of each group are the low halves of its bytes, and the others the high ones.
-        scales, zeros: float32 [experts, outputs, inputs / group]; zeros None: all are 0. A weight is
-            (value - zero) * scale.
-        group: inputs that share a scale, see ``stacked_group``.
-        order: int64 [experts, inputs], or [1, inputs] for all experts: which input of x each of these is; None: the
-            same. It makes runs of scattered groups.
+        values: int8 or fp8 (e4m3) [experts, outputs, inputs]; or uint8 [experts, outputs, inputs / 2], where the low
+            halves of a group's bytes are its first inputs, and the high halves the others.
+        scales: float32 [experts, outputs, inputs / group].
+        zeros: float32 [experts, outputs, inputs / group]; None: all are 0.
+        group: consecutive inputs that share a scale.
+        order: int64 [experts, inputs], or [1, inputs] for all experts: the input of x that belongs to each place, so
+            that scattered groups become consecutive; None: the order of x.
     """
 
     values: Tensor
@@ -119,12 +120,12 @@ class StackedCodes:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All that it holds."""
         return self.values, self.scales, self.zeros, self.order
 
     @classmethod
     def stack(cls, codes: Iterable[Codes], experts: int) -> "StackedCodes":
-        """Codes with a ``stacked_group``, the same for all; taken one by one, as all would need much memory besides."""
+        """Stack the codes of experts, which have the same ``stacked_group``. ``codes`` is consumed one by one, to save
+        memory."""
         stacks: tuple[Tensor, ...] = ()
         group: int | None = None
         for number, one in enumerate(codes):
@@ -140,7 +141,7 @@ class StackedCodes:
 
 
 def stacked_group(codes: Codes) -> int | None:
-    """Return the inputs that share a scale in ``StackedCodes``: all, or one of ``GROUPS``; None if none fits."""
+    """Return ``StackedCodes.group`` for these codes: all inputs, or one of ``GROUPS``; None if none fits."""
     group, inputs = _runs(codes.columns.sort().values), codes.values.shape[1]
     if codes.bits == 8 and codes.zeros is None and group == inputs:
         return inputs
@@ -148,14 +149,14 @@ def stacked_group(codes: Codes) -> int | None:
 
 
 def _least_order(order: Tensor) -> Tensor | None:
-    """[1, inputs], or None, if that says as much as ``order`` [experts, inputs]."""
+    """Return ``order`` [experts, inputs] as [1, inputs] if all experts have the same, None if it is that of x."""
     if not torch.equal(order, order[:1].expand_as(order)):
         return order
     return None if torch.equal(order[0], torch.arange(order.shape[1], device=order.device)) else order[:1].clone()
 
 
 def _stacked(codes: Codes, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the values, scales, zeros and order of one expert, see ``StackedCodes``."""
+    """Return values, scales, zeros and order of one expert, for ``StackedCodes``."""
     columns, order = codes.columns.sort(stable=True)
     places = columns[::group]
     values = codes.values if torch.equal(columns, codes.columns) else codes.values[:, order]
@@ -172,63 +173,64 @@ def _stacked(codes: Codes, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Held:
-    """A quantised weight in a library's own form: of a subclass of Tensor that must not be taken for a tensor."""
+    """A quantised weight in the private form of a library: a subclass of Tensor, wrapped so that ``isinstance``
+    tells it from a plain tensor."""
 
     weight: Tensor
 
 
 def plain(weight: Weight) -> Tensor:
-    """Return a weight that is not held as codes."""
+    """Return ``weight``, which must be a tensor, with the type of a tensor."""
     assert isinstance(weight, Tensor)
     return weight
 
 
 class Form:
-    """How a device holds the weights of a model: as tensors, unless a subclass says otherwise.
+    """How a device holds the weights of a model. This class: as tensors; subclasses keep codes.
 
     Attributes:
-        names: of the weights to quantise.
-        experts: of those [experts, outputs, inputs] that may be held as codes.
+        names: names of the weights to quantise.
+        experts: names of the weights [experts, outputs, inputs] that may be held as codes.
     """
 
     names: frozenset[str] = frozenset()
     experts: frozenset[str] = frozenset()
 
     def quantise(self, name: str, weight: Tensor, shard: Shard) -> Weight:
-        """Return the part ``shard`` of a whole weight, one of ``names``. Raises ConfigError."""
+        """Quantise the part ``shard`` of a weight in ``names``. Raises ConfigError."""
         return cut(weight, shard)
 
     def keep_codes(self, name: str, codes: Codes, dtype: torch.dtype) -> Weight | None:
-        """Return a weight as the codes that a checkpoint stores; None: it has to be made dense, in ``dtype``."""
+        """Return a checkpoint's codes in the device's form; None: the weight must be dequantised to ``dtype``."""
 
     def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> Weight | None:
-        """Return the weights of experts as the codes that a checkpoint stores; None: they have to be made dense."""
+        """Return a checkpoint's codes of experts in the device's form; None: they must be dequantised to ``dtype``."""
 
 
 DENSE = Form()
 
 
 def quantise_experts(name: str, weight: Tensor, to: Quantization, shard: Shard) -> Iterator[Codes]:
-    """Quantise each of the whole weights [experts, outputs, inputs] of a layer with experts. Raises ConfigError."""
+    """Quantise the part ``shard`` of weights [experts, outputs, inputs], expert by expert. Raises ConfigError."""
     of_each = {dim - 1: ranges for dim, ranges in shard.items() if dim}
     here = cut(weight, {0: shard[0]} if 0 in shard else {})
     return (quantise(name, one, to, of_each) for one in here)
 
 
 def quantise(name: str, weight: Tensor, to: Quantization, shard: Shard) -> Codes:
-    """Return the part ``shard`` of codes of a whole weight [outputs, inputs].
+    """Quantise a weight [outputs, inputs], and return the part ``shard`` of its codes.
 
-    int8 and fp8 (e4m3): a scale for each output, of its largest weight. int4: a scale and a zero point for each group
-    of inputs (``group_size``), of its smallest and largest weight and 0. All round to nearest even. ``name``: for
-    messages. Raises ConfigError.
+    int8 and fp8 (e4m3) have a scale for each output, from its largest weight. int4 has a scale and a zero point for
+    each group of inputs (``group_size``), from its smallest and largest weight and 0. All round to nearest even.
+    ``name`` is for messages. Raises ConfigError.
     """
     codes = _to_int4(weight, group_size(name, weight.shape[1], shard)) if to == "int4" else _to_bytes(weight, to)
     return codes.shard(shard)
 
 
 def group_size(name: str, inputs: int, shard: Shard) -> int:
-    """Return the inputs of a weight that share a scale in int4: the first of ``GROUPS`` that divides them, and cuts
-    none among ranks. Raises ConfigError if none of them does."""
+    """Return the number of inputs that share a scale in int4: the first of ``GROUPS`` that divides the inputs of a
+    weight and of each rank. Raises ConfigError if none does."""
     bounds = [inputs, *(bound for part in shard.get(1, ()) for bound in part)]
     size = next((size for size in GROUPS if all(bound % size == 0 for bound in bounds)), None)
     if size is None:
@@ -268,7 +270,7 @@ def _to_int4(weight: Tensor, group: int) -> Codes:
     return Codes(4, values, scales, zeros, rows, columns)
 
 
-_LEAST_SCALE = 1e-30  # of rows of zeros
+_LEAST_SCALE = 1e-30  # scale of rows of zeros
 
 
 def _row_blocks(outputs: int, inputs: int) -> list[slice]:
@@ -277,14 +279,14 @@ def _row_blocks(outputs: int, inputs: int) -> list[slice]:
 
 
 Arrange = Callable[[Callable[[str], Tensor]], Tensor]
-"""Makes one tensor of those that it is given by name."""
+"""Makes one tensor of tensors that it gets by name."""
 
 
 def arranged(codes: Mapping[str, Codes], arrange: Arrange, shape: Sequence[int]) -> ExpertCodes | None:
-    """Return the codes of the weights [experts, outputs, inputs], of this shape, that ``arrange`` makes of matrices.
+    """Return the codes of weights [experts, outputs, inputs] that ``arrange`` makes of quantised matrices.
 
-    It may stack matrices and join their outputs, which moves scales as it moves codes. None if it does more, or if the
-    inputs of an expert's matrices are grouped differently.
+    That works if ``arrange`` only stacks matrices and joins their outputs, which moves scales as it moves codes.
+    Returns None if it does more, or if the matrices of one expert have different groups of inputs.
     """
     first = next(iter(codes.values()))
     if not all(_alike(one, first) for one in codes.values()):
@@ -305,7 +307,7 @@ def arranged(codes: Mapping[str, Codes], arrange: Arrange, shape: Sequence[int])
 
 
 def _columns(codes: Mapping[str, Codes], arrange: Arrange) -> list[Tensor] | None:
-    """Return the group of each input, of each expert; None if the matrices of one differ in that."""
+    """Return ``Codes.columns`` of each expert; None if the matrices of one expert differ in that."""
     every, places = list(codes.values()), {name: place for place, name in enumerate(codes)}
     sources = arrange(lambda name: torch.full((len(codes[name].values), 1), places[name]))  # of each output
     found = []
@@ -332,14 +334,13 @@ def _zeros(codes: Codes) -> Tensor:
 
 
 Read = Callable[[str], Tensor]
-"""Gives a tensor of the checkpoint."""
+"""Returns the checkpoint's tensor of this name."""
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The output, of eight, that each code of a word belongs to."""
+"""For each code of a word, lowest bits first: the output of eight that it belongs to."""
 
 
 def read_codes(packed: Packed, read: Read) -> Codes:
-    """Return the codes of a weight."""
     outputs, inputs = packed.shape
     turned = packed.layout in (Layout.GPTQ, Layout.AWQ)
     values, zeros = _LAYOUTS[packed.layout](packed, read)
@@ -359,13 +360,13 @@ def read_codes(packed: Packed, read: Read) -> Codes:
 
 
 def _as_matrix(scales: Tensor, packed: Packed) -> Tensor:
-    """Scales [R, C]: some writers leave out dimensions of size 1."""
+    """Reshape scales to [R, C]: some writers leave out dimensions of size 1."""
     outputs, inputs = packed.shape
     return scales.reshape(-(-outputs // packed.block[0]), -(-inputs // packed.block[1]))
 
 
 def _unpack(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """uint8 [..., n * W] from int32 [..., W]: the n codes of a word, the lowest bits first or in this ``order``."""
+    """Unpack int32 [..., W] to uint8 [..., n * W]. ``order``: places of a word's n codes, lowest bits first."""
     count = 32 // bits
     result = torch.empty(*words.shape[:-1], words.shape[-1] * count, dtype=torch.uint8, device=words.device)
     for number, place in enumerate(order or range(count)):
@@ -387,7 +388,7 @@ def _read_awq(packed: Packed, read: Read) -> tuple[Tensor, Tensor | None]:
 
 
 def _read_rows(packed: Packed, read: Read) -> tuple[Tensor, Tensor | None]:
-    """Stored codes and zero points are larger than they mean by half of their range."""
+    """Read codes and zero points that are stored with an offset of half their range."""
     half = 1 << (packed.bits - 1)
 
     def signed(words: Tensor) -> Tensor:

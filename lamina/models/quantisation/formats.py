@@ -1,8 +1,8 @@
-"""Finds the weights that a checkpoint stores as codes of few bits, from its config and the headers of its files.
+"""Finds the quantised weights of a checkpoint, from its config and the headers of its files.
 
-Formats: GPTQ, AWQ, compressed-tensors, and fp8 as DeepSeek and Qwen store it. All mean the same: a weight is its codes,
-less a zero point, times a scale that a group of them shares. ``codes`` reads them. transformers reads these formats
-with libraries that need a GPU or other versions of torch (gptqmodel, optimum, compressed-tensors), or not at all.
+Formats: GPTQ, AWQ, compressed-tensors, and fp8 as DeepSeek and Qwen store it. In all of them, a weight is
+(code - zero point) * scale, where a group of weights shares zero point and scale. ``codes`` reads the data.
+transformers needs a GPU or other versions of torch for these formats (gptqmodel, optimum, compressed-tensors).
 """
 
 import math
@@ -18,7 +18,7 @@ SUPPORTED = (
     "GPTQ and AWQ (gemm) in 4 bits, GPTQ in 8, compressed-tensors (pack-quantized, int-quantized, float-quantized) and "
     "fp8 with scales of blocks or tensors"
 )
-"""What Lamina reads, for messages."""
+"""The formats that Lamina reads, for messages."""
 
 _WHOLE = -1
 """A block of all outputs, or of all inputs."""
@@ -28,17 +28,12 @@ Block = tuple[int, int]
 
 
 class Layout(Enum):
-    """How codes lie in their tensor.
+    """Layout of codes in their tensor. A word of int32 has n codes, the first in the lowest bits, except in AWQ."""
 
-    GPTQ: int32 [inputs / n, outputs], n codes in each, the first in the lowest bits. AWQ: int32 [inputs, outputs / 8],
-    the codes of 8 outputs in an order of its own. ROWS: int32 [outputs, inputs / n], in order. PLAIN: one code in each
-    element, int8 or fp8 (e4m3), [outputs, inputs].
-    """
-
-    GPTQ = "gptq"
-    AWQ = "awq"
-    ROWS = "rows"
-    PLAIN = "plain"
+    GPTQ = "gptq"  # int32 [inputs / n, outputs]
+    AWQ = "awq"  # int32 [inputs, outputs / 8], with the codes of 8 outputs interleaved
+    ROWS = "rows"  # int32 [outputs, inputs / n]
+    PLAIN = "plain"  # int8 or fp8 (e4m3) [outputs, inputs]
 
 
 @dataclass(frozen=True)
@@ -46,14 +41,16 @@ class Packed:
     """A weight [outputs, inputs] that is stored as codes.
 
     Attributes:
-        layout, bits: of the codes.
-        codes, scales: names of the tensors.
-        zeros: zero points; None: 0.
-        groups: the group of each input; None: runs.
-        zero_offset: what is added to stored zero points.
-        shape: of the weight.
+        layout: layout of the codes.
+        bits: bits of a code.
+        codes: name of the tensor of codes.
+        scales: name of the tensor of scales.
+        zeros: name of the tensor of zero points; None: all are 0.
+        groups: name of the tensor with the group of each input; None: groups are consecutive inputs.
+        zero_offset: number to add to stored zero points.
+        shape: shape of the weight.
         block: outputs and inputs that share a scale.
-        nbytes: of all these tensors.
+        nbytes: bytes of all these tensors.
     """
 
     layout: Layout
@@ -70,15 +67,15 @@ class Packed:
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a config says of quantised weights.
+    """The quantisation that a config describes.
 
     Attributes:
-        method: its name in configs.
-        bits: of a code.
-        zero_offset: what is added to stored zero points.
-        blocks: outputs and inputs that share a scale; parts of a model may differ. -1: all.
-        activations: quantised too, when the model is run as it was meant to be; Lamina leaves them as they are.
-        floats: codes are 8-bit floats.
+        method: name of the method in configs.
+        bits: bits of a code.
+        blocks: possible numbers of outputs and inputs that share a scale; -1: all.
+        zero_offset: number to add to stored zero points.
+        activations: True if the model is meant to run with quantised activations, which Lamina does not do.
+        floats: True if codes are 8-bit floats.
     """
 
     method: str
@@ -93,9 +90,9 @@ class Scheme:
 
 
 def scheme(where: object, config: Mapping[str, Any]) -> Scheme | None:
-    """Return the scheme in a config.json; None for weights that are not quantised. ``where``: for messages.
+    """Return the scheme in a config.json; None for weights that are not quantised.
 
-    Raises UnsupportedModelError for one that Lamina does not read.
+    ``where`` names the model in messages. Raises UnsupportedModelError for a scheme that Lamina does not read.
     """
     text = config.get("text_config")
     places = [config, *([text] if isinstance(text, dict) else [])]
@@ -205,8 +202,7 @@ _METHODS = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "compressed-tensors": _comp
 
 
 def find_packed(tensors: Mapping[str, TensorEntry], known: Scheme) -> dict[str, Packed]:
-    """Return the weights that are stored as codes, by the names that they have otherwise. Others are stored as they
-    are.
+    """Return the quantised weights, by the names of the unquantised weights.
 
     Raises ModelError: tensors that belong to a weight are missing, or their shapes do not fit.
     """
@@ -218,14 +214,13 @@ def find_packed(tensors: Mapping[str, TensorEntry], known: Scheme) -> dict[str, 
 
 
 def part_names(packed: Mapping[str, Packed]) -> set[str]:
-    """Return the tensors in which weights are stored as codes."""
     return {
         name for one in packed.values() for name in (one.codes, one.scales, one.zeros, one.groups) if name is not None
     }
 
 
 _Found = tuple[str, Layout, Sequence[str], tuple[int, int], str | None]
-"""Base of the names, layout, names of codes, scales and, if there are, zero points, shape, tensor of the groups."""
+"""Prefix of the names; layout; names of codes, scales and, if any, zero points; shape; name of the groups' tensor."""
 
 
 def _find_gptq(tensors: Mapping[str, TensorEntry], bits: int) -> Iterator[_Found]:
@@ -309,7 +304,7 @@ def _packed(
 
 
 def _block(base: str, shape: tuple[int, int], scales: TensorEntry, known: Scheme, turned: bool) -> Block:
-    """Return the block of the scheme that has as many scales as there are. ``turned``: scales are [groups, outputs]."""
+    """Return the scheme's block that fits the shape of ``scales``, which are [groups, outputs] if ``turned``."""
     for block in dict.fromkeys(known.blocks):
         sizes = [size if part == _WHOLE else part for size, part in zip(shape, block, strict=True)]
         wanted = [math.ceil(size / part) for size, part in zip(shape, sizes, strict=True)]

@@ -1,4 +1,4 @@
-"""Draws conclusions from plans: the Pareto front, a recommendation, the gain from more workers, or why no plan fits."""
+"""Advice from evaluated plans: the Pareto front, a recommendation, the gain from more workers, why no plan fits."""
 
 import math
 from collections.abc import Sequence
@@ -16,8 +16,7 @@ SAME_COST = 0.02
 
 
 def pareto(plans: Sequence[Plan]) -> list[Plan]:
-    """Return plans that no other plan beats in cost per output token, tokens per second and TBT at once; cheapest
-    first."""
+    """Return the Pareto front of cost per output token, tokens per second and TBT, cheapest plan first."""
     table = np.array([(plan.usd_per_million_out, -plan.tokens_s, plan.tbt_s) for plan in plans]).reshape(-1, 3)
     kept = np.empty_like(table)
     front: list[Plan] = []
@@ -30,15 +29,14 @@ def pareto(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def recommend(plans: Sequence[Plan]) -> Plan:
-    """Return the plan whose pools cost least per hour, among those within SAME_COST of the least cost per output
-    token."""
+    """Return the plan with the least hourly cost, among plans within SAME_COST of the least cost per output token."""
     cheapest = min(plan.usd_per_million_out for plan in plans)
     near = [plan for plan in plans if plan.usd_per_million_out <= cheapest * (1 + SAME_COST)]
     return min(near, key=lambda plan: (plan.usd_per_hour, -plan.tokens_s))
 
 
 def beyond(planner: Planner, plan: Plan) -> list[str]:
-    """Return what larger pools would gain, one line each: the answer to "why not more?"."""
+    """Describe the gain by one more worker in each pool, a line for each."""
     pools = plan.pools
     memory, compute, replicas = 2 * pools.memory_workers, 2 * pools.compute_workers, 2 * pools.replicas
     # A pool that no longer divides the heads is partitioned by requests.
@@ -67,7 +65,7 @@ def beyond(planner: Planner, plan: Plan) -> list[str]:
 
 @dataclass(frozen=True)
 class Alone:
-    """Conventional serving on one pool, decoding only: ``count`` devices in groups of ``tensor_parallel``."""
+    """Conventional decoding on one pool of ``count`` devices in groups of ``tensor_parallel``."""
 
     kind: str
     count: int
@@ -77,11 +75,11 @@ class Alone:
 
     @property
     def usd_per_million_out(self) -> float:
-        """Cost of a million output tokens."""
+        """US dollars per million output tokens."""
         return self.usd_per_hour / 3600 / self.tokens_s * 1e6
 
     def against(self, plan: Plan) -> str:
-        """Say in words what this pool serves, and what a plan gains over it."""
+        """Describe what this pool serves, and a plan's gain over it."""
         return (
             f"{self.count} {self.kind} alone (${self.usd_per_hour:.2f}/h, tensor parallelism {self.tensor_parallel}): "
             f"{self.tokens_s:.0f} tokens/s, ${self.usd_per_million_out:.2f} per million output tokens; this plan: "
@@ -90,8 +88,10 @@ class Alone:
 
 
 def alone(planner: Planner, plan: Plan) -> Alone | None:
-    """Return the cheapest conventional serving on devices of one kind of either pool, for about the plan's hourly cost:
-    the answer to "compared with what?". None if the model fits neither or misses the SLO on both."""
+    """Return the cheapest conventional pool on either kind of the plan, for about the plan's hourly cost.
+
+    None if the model fits neither kind or misses the SLO on both.
+    """
     found = []
     for kind in (plan.pools.compute, plan.pools.second):
         hourly, model = planner.prices.usd_per_hour(kind), planner.models[kind.kind]
@@ -106,7 +106,7 @@ def alone(planner: Planner, plan: Plan) -> Alone | None:
 
 
 def refusal(planner: Planner, candidates: Sequence[Way]) -> ConfigError:
-    """Return the error that says why no candidate works and which goal is nearest. ``candidates`` is not empty."""
+    """Return the error for candidates of which none works, with the reason. ``candidates`` is not empty."""
     shape, workload, goals, models = planner.shape, planner.workload, planner.goals, planner.models
     fitting = [pools for pools in candidates if models[pools.compute.kind].weights_fit(pools.tensor_parallel)]
     if not fitting:
@@ -135,7 +135,6 @@ def refusal(planner: Planner, candidates: Sequence[Way]) -> ConfigError:
 
 
 def _too_heavy(planner: Planner, candidates: Sequence[Way]) -> ConfigError:
-    """Return the error if the weights fit no candidate's compute workers."""
     shape, models = planner.shape, planner.models
     most = max(candidates, key=lambda pools: models[pools.compute.kind].usable_bytes * pools.tensor_parallel)
     usable, kind = models[most.compute.kind].usable_bytes, most.compute.kind
@@ -153,7 +152,6 @@ def _too_heavy(planner: Planner, candidates: Sequence[Way]) -> ConfigError:
 
 
 def _too_long(planner: Planner, fitting: Sequence[Way]) -> ConfigError:
-    """Return the error if no candidate's memory pool holds a sequence for each lane."""
     shape, workload = planner.shape, planner.workload
     room = {pools.second.kind: planner.models[pools.second.kind].kv_tokens for pools in fitting}
     enough = {kind: _workers(planner, fitting, kind) for kind in room}
@@ -172,8 +170,7 @@ def _too_long(planner: Planner, fitting: Sequence[Way]) -> ConfigError:
 
 
 def _workers(planner: Planner, fitting: Sequence[Way], kind: str) -> float:
-    """Return the fewest memory workers of a kind that hold one sequence per lane; infinite if no number of them
-    does."""
+    """Return the fewest memory workers of a kind that hold one sequence per lane; infinite if no number does."""
     each, live = planner.models[kind].kv_tokens, planner.workload.live
     lanes, heads = min(pools.lanes for pools in fitting), planner.shape.kv_heads
     whole = math.ceil(lanes / (each // live)) if each >= live else math.inf
@@ -182,7 +179,7 @@ def _workers(planner: Planner, fitting: Sequence[Way], kind: str) -> float:
 
 
 def _up(number: float, digits: int = 0) -> str:
-    """Round ``number`` up, so that asking for it succeeds."""
+    """Format ``number`` rounded up, so that a limit of this value succeeds."""
     return f"{math.ceil(round(number * 10**digits, 6)) / 10**digits:.{digits}f}"
 
 

@@ -1,9 +1,8 @@
-"""Terms of the closed form that ``serving`` evaluates: attention and waits of prompts, steps of offloaded attention.
+"""Terms of the closed form in ``serving``: prompt attention, queueing of prompts, steps with offloaded attention.
 
-Decoding rows and chunks of prompts share a step. Where attention is offloaded, q, k and v of all rows leave the compute
-workers in every layer. A prompt's later chunks ask the memory worker that has its earlier ones, which gets their q and
-sends answers as for decoding rows. The prompts in a step lie on different memory workers, and other lanes ask the same
-ones.
+Decode rows and prompt chunks share a step. With offloaded attention, q, k and v of all rows are sent to memory workers
+in every layer. A later chunk sends its q to the memory worker that has the earlier chunks, and receives the partials,
+like decode rows. The prompts of a step are on different memory workers, which also serve other lanes.
 """
 
 import collections
@@ -20,12 +19,17 @@ from lamina.planning.plan.ways import Kind, Way
 from lamina.planning.plan.workload import Workload
 
 
-def waits(mean: Floats, second: Floats, busy: Floats, servers: int, percentile: float) -> tuple[Floats, Floats]:
-    """Return the mean wait, and that at ``percentile``, in a queue before ``servers`` that are busy for a share of the
-    time.
+def queue_waits(mean: Floats, second: Floats, busy: Floats, servers: int, percentile: float) -> tuple[Floats, Floats]:
+    """Return the mean wait and the wait at ``percentile`` in a queue with Poisson arrivals.
 
-    ``mean``, ``second``: moments of the time that a server takes. Arrivals are random; those who wait do so for an
-    exponentially distributed time (Sakasegawa, 1977, for several servers).
+    Waits are taken to be exponentially distributed (Sakasegawa, 1977, for several servers).
+
+    Args:
+        mean: First moment of the service time.
+        second: Second moment of the service time.
+        busy: Utilisation of the servers.
+        servers: Number of servers.
+        percentile: Between 0 and 1.
     """
     busy = np.minimum(busy, 1 - 1e-6)
     waiting = busy ** (math.sqrt(2 * (servers + 1)) - 1)
@@ -34,12 +38,18 @@ def waits(mean: Floats, second: Floats, busy: Floats, servers: int, percentile: 
     return waiting * if_waiting, late
 
 
-def sojourn(arrivals: Floats, seconds: Floats, servers: int, busy: float, percentile: float) -> float:
-    """Wait and service at ``percentile``, of requests that each join the server with fewest, which serves in order.
+def replayed_sojourn(arrivals: Floats, seconds: Floats, servers: int, busy: float, percentile: float) -> float:
+    """Return the sojourn time (wait plus service) at ``percentile`` by replaying arrivals to the shortest queue.
 
-    ``arrivals``: times, in any unit: they are stretched until ``servers`` are busy for that share of the time until the
-    last one. ``seconds``: what each request takes. A queue that is busy for most of the time does not reach its steady
-    state within a thousand requests, and a trace's arrivals are not random: so what a run will show is played here.
+    Unlike a formula, a replay reflects that a trace's arrivals are not random, and that a busy queue does not reach its
+    steady state within a thousand requests.
+
+    Args:
+        arrivals: Arrival times in any unit, scaled to the utilisation ``busy``.
+        seconds: Service time of each request.
+        servers: Number of servers.
+        busy: Utilisation of the servers until the last arrival.
+        percentile: Between 0 and 1.
     """
     span = float(arrivals[-1] - arrivals[0])
     stretch = seconds.sum() / servers / busy / span if span else 0.0
@@ -67,15 +77,18 @@ BUSY = np.array([0.05, *np.linspace(0.2, 0.8, 7), 0.85, 0.9, 0.95, 0.98, 1.0])
 
 @dataclass(frozen=True, kw_only=True)
 class PromptAttention:
-    """Seconds of attention per computed prompt token, of all layers, and what it asks of memory workers; by batch.
+    """Seconds of attention per computed prompt token, of all layers, and its load on memory workers; by batch.
 
     Attributes:
-        own_s: on the compute workers.
-        prefix_s: to earlier chunks on the memory workers that hold them, until the last one answers.
-        prefix_load_s: the same, of all of these workers together.
-        asked: memory workers that get a token's q and answer.
-        size: tokens of one prompt's chunk; a step has chunks of several prompts if these are shorter.
-        late_own_s, late_prefix_s, late_asked, late_size: of the chunk at ``PERCENTILE``: one late in a long prompt.
+        own_s: On the compute workers.
+        prefix_s: Latency of attention to earlier chunks on memory workers.
+        prefix_load_s: Work of that attention, summed over the memory workers.
+        asked: Memory workers that receive a token's q.
+        size: Tokens of one prompt's chunk; a step has chunks of several prompts if they are shorter.
+        late_own_s: ``own_s`` of the chunk at ``PERCENTILE``, late in a long prompt.
+        late_prefix_s: ``prefix_s`` of that chunk.
+        late_asked: ``asked`` of that chunk.
+        late_size: ``size`` of that chunk.
     """
 
     own_s: Floats
@@ -90,7 +103,7 @@ class PromptAttention:
 
 
 class Prompts:
-    """The prompts of a workload. Their attention is kept by kinds and layout."""
+    """Attention and queueing of a workload's prompts. Attention is cached by kinds and layout."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -104,16 +117,14 @@ class Prompts:
         self._kept: dict[tuple[str, int, int, int, int | None], tuple[Floats, Floats]] = {}
 
     def _computed(self, found: float) -> Floats:
-        """Return tokens of each prompt that are computed if ``found`` are in a cache on average."""
         return self._lengths - self._workload.reuse.each(found, self._lengths)
 
     # -- attention -----------------------------------------------------------------------------------------------
 
     def attention(self, compute: CostModel, memory: CostModel, way: Way, found: Floats) -> PromptAttention:
-        """Return the attention of prompts of which ``found`` tokens are cached. With one pool, compute workers have all
-        of it.
+        """Return the attention of prompts of which ``found`` tokens are cached; on compute workers alone with one pool.
 
-        Interpolated between prompts of which nothing and all that may be is found.
+        Interpolates between no cached tokens and the most that can be cached.
         """
         offloaded = way.kind is Kind.OFFLOADED
         shared = way.memory_workers if offloaded else 1
@@ -136,7 +147,7 @@ class Prompts:
         return PromptAttention(**dict(zip(names, between, strict=True)))
 
     def _by_chunk(self, compute: CostModel, memory: CostModel, way: Way, found: float) -> Floats:
-        """Return the figures of ``PromptAttention``, in their order, if so many tokens are found on average."""
+        """Return the figures of ``PromptAttention``, in their order, if ``found`` tokens are cached on average."""
         layers, offloaded = compute.shape.layers, way.kind is Kind.OFFLOADED
         hits = self._lengths - self._computed(found)
         starts = np.concatenate([np.arange(hit, n, way.chunk) for hit, n in zip(hits, self._lengths, strict=True)])
@@ -173,29 +184,33 @@ class Prompts:
     def first_token_s(
         self, chunk: Floats, found: Floats, busy: Floats, step_s: Floats, longest_s: Floats, servers: int
     ) -> Floats:
-        """Return the time to a first token at PERCENTILE, by batch.
+        """Return the time to first token at PERCENTILE, by batch: of a long wait or of a long prompt.
 
-        Prompts, of which ``found`` tokens are cached, arrive at random and wait for chunks of ``chunk`` tokens, of
-        which ``servers`` run at once, each in ``step_s``; ``busy`` is the share of the time in which they do. Either
-        the wait is long and the prompt average, or the wait average and the prompt long.
+        Args:
+            chunk: Prompt tokens of a step.
+            found: Cached tokens of a prompt.
+            busy: Share of the time in which chunks run.
+            step_s: Mean seconds of a step with a chunk.
+            longest_s: Seconds of such a step at PERCENTILE.
+            servers: Chunks that run at once.
         """
         moments = np.array(self._moments).T
         mean, second, longest = (np.interp(found, self._grid, one) for one in moments)
         mean, second = mean / chunk, second / chunk**2  # in chunks; several short prompts share one
         if self._arrivals is not None:
             return np.asarray(self._replayed(found, busy, servers) * mean * step_s + 0.5 * longest_s)
-        wait, late = waits(mean, second, busy, servers, PERCENTILE)
+        wait, late = queue_waits(mean, second, busy, servers, PERCENTILE)
         last = np.ceil(longest / chunk)
         return np.asarray(np.maximum((late + np.ceil(mean) + 0.5) * step_s, wait * step_s + (last + 0.5) * longest_s))
 
     def _replayed(self, found: Floats, busy: Floats, servers: int) -> Floats:
-        """Wait and service at PERCENTILE in the trace's own order, over the mean service."""
+        """Return the sojourn time at PERCENTILE in the trace's own order, over the mean service time."""
         assert self._arrivals is not None
         if servers not in self._played:
             computed = [self._computed(each) for each in self._grid]
             self._played[servers] = np.array(
                 [
-                    [sojourn(self._arrivals, own, servers, share, PERCENTILE) / own.mean() for share in BUSY]
+                    [replayed_sojourn(self._arrivals, own, servers, share, PERCENTILE) / own.mean() for share in BUSY]
                     for own in computed
                 ]
             )
@@ -205,11 +220,20 @@ class Prompts:
 
     # -- prefill on workers of its own -----------------------------------------------------------------------------
 
-    def whole(
+    def prefill_pool(
         self, model: CostModel, degree: int, replicas: int, budget: int, found: float
     ) -> tuple[float, Callable[[Floats], Floats]]:
-        """Return prompts per second of ``replicas`` that compute whole prompts, as many in a step as ``budget`` tokens
-        hold; and the time to a first token at PERCENTILE, by the share of that rate at which they arrive."""
+        """Return the capacity of ``replicas`` that only prefill, and the time to first token at a load.
+
+        Returns (prompts per second, function from utilisation to the time to first token at PERCENTILE).
+
+        Args:
+            model: Cost model of a device.
+            degree: Devices of a replica.
+            replicas: Number of replicas.
+            budget: Most prompt tokens of a step.
+            found: Cached tokens of a prompt.
+        """
         layers, sizes = model.shape.layers, self._computed(found)
         prefix = self._lengths - sizes
         attention = model.chunk_attention_seconds(sizes, prefix, degree)
@@ -227,9 +251,13 @@ class Prompts:
         def first_s(loads: Floats) -> Floats:
             if self._arrivals is not None:
                 packing = mean / float(alone.mean())
-                played = [sojourn(self._arrivals, alone * packing, replicas, load, PERCENTILE) for load in BUSY]
+                played = [
+                    replayed_sojourn(self._arrivals, alone * packing, replicas, load, PERCENTILE) for load in BUSY
+                ]
                 return np.interp(loads, BUSY, played)
-            wait, late = waits(np.full_like(loads, mean), np.full_like(loads, second), loads, replicas, PERCENTILE)
+            wait, late = queue_waits(
+                np.full_like(loads, mean), np.full_like(loads, second), loads, replicas, PERCENTILE
+            )
             return np.asarray(np.maximum(late + float(alone.mean()), wait + longest))
 
         return replicas / mean, first_s
@@ -247,15 +275,17 @@ class LaneSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadedSteps:
-    """The steps of ``way``'s lanes, by batch.
+    """Predicts the steps of a way's lanes, by batch.
 
     Attributes:
-        compute, memory: cost models of a worker of each pool.
-        rows: sequences that decode in a lane.
-        live: tokens cached of each.
-        parts: memory workers that each lies on.
-        dense_s: seconds of a lane's slices, of ``rows``.
-        attends: attention of chunks.
+        way: The way.
+        compute: Cost model of a compute worker.
+        memory: Cost model of a memory worker.
+        rows: Sequences that decode in a lane.
+        live: Cached tokens of a sequence.
+        parts: Memory workers that hold a sequence.
+        dense_s: Seconds of a lane's slices with ``rows`` rows.
+        attends: Attention of chunks.
     """
 
     way: Way
@@ -269,17 +299,17 @@ class OffloadedSteps:
 
     @property
     def together(self) -> int:
-        """Lanes that share replicas keep one pace: a lane behind one with a chunk waits for it at every slice."""
+        """Number of lanes that share replicas, and therefore wait for each other's chunks at every slice."""
         return self.way.lanes if self.way.rotates else self.way.lanes // self.way.replicas
 
     @property
     def replicas(self) -> int:
-        """Replicas that those lanes share."""
+        """Number of replicas that ``together`` lanes share."""
         return self.way.replicas if self.way.rotates else 1
 
     @cached_property
     def attention_s(self) -> Floats:
-        """Attention of a lane's decoding rows, on the worker with most of it."""
+        """Return seconds of attention of a lane's decode rows, on the memory worker with most of it."""
         busiest = np.ceil(self.rows * self.parts / self.way.memory_workers)
         layer = self.memory.attention_seconds(busiest * self.live / self.parts, busiest)
         return np.asarray(self.compute.shape.layers * layer)
@@ -287,9 +317,15 @@ class OffloadedSteps:
     def step_seconds(
         self, tokens: Floats, added_s: Floats, having: int, elsewhere: Floats | float = 0.0, late: bool = False
     ) -> Floats:
-        """Return seconds of a step while ``having`` of the lanes that share replicas have a chunk of ``tokens``, which
-        takes ``added_s`` more on the replica, and so have ``elsewhere`` of the other lanes. ``late``: those of the
-        former are at PERCENTILE by their attention."""
+        """Return seconds of a step.
+
+        Args:
+            tokens: Tokens of a chunk.
+            added_s: Seconds that a chunk adds to the replica's slices.
+            having: Lanes with a chunk, of the lanes that share replicas.
+            elsewhere: Lanes with a chunk, of the other lanes.
+            late: Whether the chunks of ``having`` are those at PERCENTILE, late in long prompts.
+        """
         way, attends = self.way, self.attends
         own, prefix_s, asked = (
             (attends.late_size, attends.late_prefix_s, attends.late_asked)
@@ -298,15 +334,15 @@ class OffloadedSteps:
         )
         spread = np.clip(own / tokens, 1 / way.memory_workers, 1.0)
         kept, query = self._row_bytes
-        out_s = tokens * self._here_s(kept + asked * query)
-        one = np.minimum(asked, 1.0)  # a worker is asked by a row once, though several may be
-        in_s, back_s = (tokens * spread * self._there_s(nbytes) for nbytes in (kept + one * query, one * query))
+        out_s = tokens * self._compute_nic_s(kept + asked * query)
+        one = np.minimum(asked, 1.0)  # one worker receives a row's q at most once
+        in_s, back_s = (tokens * spread * self._memory_nic_s(nbytes) for nbytes in (kept + one * query, one * query))
         here_s, there_s = self._decoding_wire_s
         latency_s = self.compute.shape.layers * self.memory.fits.runtime.round_trip_s
         path = self.dense_s + here_s + there_s + latency_s + self.attention_s
         path = path + min(having, 1) * (added_s + out_s + in_s + tokens * spread * prefix_s + back_s)
         load = (self.together * self.dense_s + having * added_s) / self.replicas
-        arriving_s = tokens * self._there_s(kept + asked * query) / way.memory_workers
+        arriving_s = tokens * self._memory_nic_s(kept + asked * query) / way.memory_workers
         wire = np.maximum(
             (self.together * here_s + having * out_s) / self.replicas,
             way.lanes * there_s + (having + elsewhere) * arriving_s,
@@ -318,19 +354,18 @@ class OffloadedSteps:
         return np.asarray(np.maximum.reduce([path, load, wire]))
 
     def _behind(self, path: Floats, reading: Floats, others_s: Floats, chunk_s: Floats) -> Floats:
-        """Return the step of a lane that waits behind other lanes' chunks at memory workers.
+        """Return seconds of a step that waits for other lanes' chunks at memory workers.
 
-        Every layer it finds one of its workers busy with a chunk with the probability ``met``, for half of what that
-        takes, and longer the busier the worker is: T = path + met chunk_s / 2 / (1 - reading / T). Lanes without chunks
-        keep out of each other's way: then T is the longer of path and ``reading``, the load of the workers.
+        In every layer, with probability ``met``, a worker is busy with a chunk, for half of its time on average, and
+        longer with a higher load: T = path + met chunk_s / 2 / (1 - reading / T). Without chunks, T is the longer of
+        ``path`` and ``reading``, the load of the workers.
         """
         met = 1 - (1 - np.minimum(others_s / np.maximum(path, reading), 1.0)) ** self.way.memory_workers
         linear = path + reading + met * chunk_s / 2
         return np.asarray((linear + np.sqrt(np.maximum(linear**2 - 4 * path * reading, 0.0))) / 2)
 
     def steps(self, chunk: Floats, share: Floats, added_s: Floats) -> LaneSteps:
-        """Return a lane's steps while a ``share`` of each lane's steps have a chunk of ``chunk`` tokens, independently
-        of other lanes."""
+        """Return a lane's steps if a ``share`` of every lane's steps has a chunk of ``chunk`` tokens, independently."""
         likely = np.minimum(share, 1.0)
         elsewhere = (self.way.lanes - self.together) * likely
         plain = self.step_seconds(chunk, added_s, 0, elsewhere)
@@ -348,21 +383,21 @@ class OffloadedSteps:
 
     @property
     def _row_bytes(self) -> tuple[float, float]:
-        """Bytes of k and v of a row, and of its q or its answer; of all layers."""
+        """Return a row's bytes of k and v, and its bytes of q (or of the reply), in all layers."""
         shape = self.compute.shape
         each = shape.layers * shape.head_size * shape.dtype.itemsize
         return 2.0 * shape.kv_heads * each, float(shape.query_heads * each)
 
     @cached_property
     def _decoding_wire_s(self) -> tuple[Floats, Floats]:
-        """Seconds for which a lane's decoding rows occupy the NICs of a replica, and of each memory worker."""
+        """Return seconds for which a lane's decode rows occupy the NICs of a replica, and of each memory worker."""
         _, query = self._row_bytes
         sent = self.compute.shape.layers * self.compute.exchange_bytes(self.rows)
         sent = sent + (self.parts - 1) * 2 * self.rows * query
-        return self._here_s(sent), self._there_s(sent / self.way.memory_workers)
+        return self._compute_nic_s(sent), self._memory_nic_s(sent / self.way.memory_workers)
 
-    def _here_s(self, nbytes: Floats) -> Floats:
+    def _compute_nic_s(self, nbytes: Floats) -> Floats:
         return self.compute.wire_seconds(nbytes / self.way.tensor_parallel)
 
-    def _there_s(self, nbytes: Floats) -> Floats:
+    def _memory_nic_s(self, nbytes: Floats) -> Floats:
         return self.memory.wire_seconds(nbytes)

@@ -74,11 +74,11 @@ LAYER_ADDS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PointwiseFit:
-    """``(fixed^overlap + (bytes / rate)^overlap)^(1 / overlap)``; rate = min(memory, per_clock processors clock).
+    """Fit of pointwise operators: ``(fixed^overlap + (bytes / rate)^overlap)^(1 / overlap)``.
 
-    An operator is bound by memory, or by the bytes that its kernel processes per clock cycle on each processor. The
-    addition is always bound by memory. The fixed time, with few rows, is that of the kernel itself: several times a
-    launch for norms, whose processors wait for each other.
+    ``rate = min(memory, per_clock processors clock)``: an operator is bound by memory bandwidth, or by the bytes that
+    its kernel processes per clock cycle on each processor. The addition is always bound by memory. The fixed time is
+    the kernel's with few rows.
     """
 
     norm_s: float
@@ -116,7 +116,7 @@ _SORTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class TransferFit:
-    """``latency_s + bytes / (link_share * link)``: to a peer in the same machine."""
+    """Fit of transfers to a peer in the same machine: ``latency_s + bytes / (link_share * link)``."""
 
     latency_s: float
     link_share: float
@@ -143,11 +143,9 @@ class Fits:
 
     @classmethod
     def load(cls, hardware: Hardware, measured: ProfileStore | None = None) -> "Fits":
-        """Return the fits for a kind: from ``measured`` where it has them, else the package's for it or the kind it is
-        like.
+        """Return the fits for a kind: from ``measured``, else the package's for the kind or the kind that it is like.
 
-        Raises:
-            ConfigError: a store lacks a part, or was written by another version.
+        Raises ConfigError if a store lacks a part, or was written by another version.
         """
 
         def own(name: str) -> Fit | None:
@@ -182,10 +180,10 @@ def _build(part: Callable[..., T], fit: Fit) -> T:
 
 
 class CostModel:
-    """Seconds on devices of one kind. See the module docstring."""
+    """Predicts seconds on devices of one kind; the module's docstring lists its main methods."""
 
     def __init__(self, shape: ModelShape, hardware: Hardware, fits: Fits) -> None:
-        """Raise ConfigError for quantised weights on hardware whose slices were measured: those had 16 or 32."""
+        """Raise ConfigError for quantised weights on hardware whose slices were measured with 16 or 32 bits."""
         if shape.weight_dtype != "auto" and fits.slices is not None:
             raise ConfigError(
                 f"the profile of {hardware.kind} was measured with weights in 16 or 32 bits; leave out --weight-dtype"
@@ -195,8 +193,7 @@ class CostModel:
         self.fits = fits
 
     def operator_seconds(self, operator: str, rows: ArrayLike, tensor_parallel: ArrayLike) -> Floats:
-        """Return seconds of one operator named in ``GEMMS`` or ``POINTWISE``; the mean of all layers, if only some have
-        experts."""
+        """Return seconds of an operator of ``GEMMS`` or ``POINTWISE``; the mean over layers if some have experts."""
         count, tp, shape = np.asarray(rows, dtype=np.float64), np.asarray(tensor_parallel), self.shape
         if shape.experts is None or operator not in _OF_EXPERTS:
             return self._operator(operator, count, tp, shape)
@@ -214,15 +211,13 @@ class CostModel:
         return self.fits.pointwise.predict_pointwise(operator, moved, self.hardware)
 
     def _product(self, rows: Any, columns: Any, depth: Any) -> Floats:
-        """Return the time of a product of some rows and a part of the layers' weights."""
         shape = self.shape
         kinds = shape.dtype, shape.fp8, shape.weight_itemsize
         return gemm_seconds(self.fits.gemm, self.hardware, rows, columns, depth, *kinds)
 
     def _of_experts(self, operator: str, rows: Floats, tp: Any, experts: Experts) -> Floats:
-        """Return the time of an operator on the experts that the rows touch, each with its share of the rows, as one
-        grouped product: of these shares and the touched experts' columns side by side. Besides, the experts that all
-        rows take."""
+        """Return seconds of an operator of layers with experts: a grouped product over the experts that rows use, each
+        with its share of the rows, plus the shared experts."""
         shape = self.shape
         always = replace(shape, intermediate=experts.shared)
         each = replace(shape, intermediate=experts.intermediate)
@@ -249,7 +244,6 @@ class CostModel:
         return np.asarray(total + 2 * self.all_reduce_seconds(self._row_bytes(rows), tensor_parallel))
 
     def _touched_weights(self, rows: Floats) -> ArrayLike:
-        """Return the number of weights of a layer that a step of ``rows`` reads, on average."""
         shape, experts = self.shape, self.shape.experts
         if experts is None:
             return shape.layer_parameters
@@ -292,12 +286,10 @@ class CostModel:
         return self._mean_of_layers(seconds, near)
 
     def _mean_of_layers(self, full: Floats, windowed: Floats) -> Floats:
-        """Return the mean time of a layer, of those that attend to all tokens and those that have a window."""
         share = self.shape.windowed / self.shape.layers
         return np.asarray((1 - share) * full + share * windowed)
 
     def _attend(self, kv_tokens: Floats, rows: Floats, heads_share: float) -> Floats:
-        """Return the seconds of one layer's decode attention to so many tokens."""
         shape, tokens = self.shape, kv_tokens * heads_share
         read = tokens * self._kv_bytes
         runtime = self.fits.runtime
@@ -308,9 +300,9 @@ class CostModel:
         return np.asarray(busy + runtime.attend.predict(rows, shape.query_heads * heads_share))
 
     def attention_line(self, rows: ArrayLike) -> tuple[float, Floats]:
-        """Return decode attention as a line in the cached tokens: (seconds per token, seconds at none by ``rows``).
+        """Return decode attention as linear in the cached tokens: (seconds per token, seconds at 0 tokens by ``rows``).
 
-        Exact for kernels well above the ramp; shorter ones are up to the ramp too slow.
+        Exact for kernels much longer than the ramp (``DecodeAttentionFit.ramp_s``), which is added to shorter ones.
         """
         count = np.asarray(rows, dtype=np.float64)
         runtime = self.fits.runtime
@@ -328,7 +320,7 @@ class CostModel:
         if not self.shape.windowed:
             return seconds
         own, window = np.asarray(chunk, dtype=np.float64), self.shape.window
-        parts = np.maximum(1.0, own / window)  # a long chunk attends as so many windows would, each after another
+        parts = np.maximum(1.0, own / window)  # a long chunk is modelled as consecutive chunks of a window's length
         near = parts * self._attend_chunk(own / parts, np.minimum(prefix, window), tensor_parallel)
         return self._mean_of_layers(seconds, np.minimum(seconds, near))
 

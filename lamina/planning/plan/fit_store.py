@@ -1,10 +1,8 @@
 """Stores fits of the cost model: the package's in a text file, a user's own in SQLite with their samples.
 
-``fits.json`` in this directory comes with the package and is only read; ``python -m bench.cost.fit``
-writes it. A kind without a fit of its own uses the first one in the file, with its own catalogue entry.
-
-A user's store has the tables ``fits`` (parameters as JSON, error summary, source of the samples) and ``samples``
-(measured and predicted times in whole nanoseconds).
+``fits.json`` in this directory comes with the package; ``python -m bench.cost.fit`` writes it. A kind without a fit
+uses the file's first fit, with the kind's own catalogue entry. A user's store has the tables ``fits`` (parameters as
+JSON, error summary, source of the samples) and ``samples`` (measured and predicted times in whole nanoseconds).
 """
 
 import json

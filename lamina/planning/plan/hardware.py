@@ -43,19 +43,21 @@ class Hardware:
     """One device of one kind.
 
     Attributes:
-        kind: name in a pool.
-        device: full name.
-        link: connection to peers in the same machine.
-        processors: units that each compute one tile of a matrix product at a time.
-        clock_hz: their boost clock, or infinity where it is not published.
-        flops: peak FLOP/s of dense matrix products by element type.
-        fp8_flops: of 8-bit floats, or 0 where the device has no units for them.
-        memory_bytes_s, memory_bytes: bandwidth and size of its memory.
-        link_bytes_s, nic_bytes_s: one-way bandwidth to peers in the machine and to other machines.
-        watts: board power.
-        cache_bytes: of the last-level cache, or 0 where it is not stated and nothing is taken to be served by it.
-        like: the kind whose kernels it runs, if not its own: that kind's fits apply to it.
-        sources: where the numbers come from.
+        kind: Name in a pool.
+        device: Full name.
+        link: Connection to peers in the same machine.
+        processors: Units that each compute one tile of a matrix product at a time.
+        clock_hz: Boost clock of the processors; infinity if it is not published.
+        flops: Peak FLOP/s of dense matrix products by element type.
+        fp8_flops: Peak FLOP/s with 8-bit floats; 0 if the device has no units for them.
+        memory_bytes_s: Bandwidth of its memory.
+        memory_bytes: Size of its memory.
+        link_bytes_s: One-way bandwidth to peers in the machine.
+        nic_bytes_s: One-way bandwidth to other machines.
+        watts: Board power.
+        cache_bytes: Size of the last-level cache; 0 if unknown, and then not modelled.
+        like: Kind whose fits apply to this kind; empty for its own.
+        sources: Where the numbers come from.
     """
 
     kind: str
@@ -105,8 +107,7 @@ class Catalogue:
     def pool(self, text: str, most: int) -> list[tuple[Hardware, int]]:
         """Parse a pool (``lamina.cluster.pool``): its hardware, with the most devices of each (``most`` by default).
 
-        Raises:
-            ConfigError: the text is malformed or names a kind that is not in the catalogue.
+        Raises ConfigError if the text is malformed or names a kind that is not in the catalogue.
         """
         known = dict.fromkeys([*self.kinds, *ALIASES, CPU, *GPUS])
         return [(self[entry.kind], entry.count) for entry in parse(text, known, most)]
@@ -115,8 +116,7 @@ class Catalogue:
 def load(user_file: Path | None = None) -> Catalogue:
     """Return the packaged catalogue, with the values of ``user_file`` added or replaced.
 
-    Raises:
-        ConfigError: the file is not TOML, or an entry has a missing, unknown or out-of-range value.
+    Raises ConfigError if the file is not TOML, or an entry has a missing, unknown or out-of-range value.
     """
     tables = _read(CATALOGUE)
     for name, table in (_read(user_file) if user_file else {}).items():

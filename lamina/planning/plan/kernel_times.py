@@ -1,4 +1,4 @@
-"""Predicts the time of kernels from shapes (matrix products, attention, all-reduce) or from a profile's curves."""
+"""Predicts the time of kernels: matrix products, attention and all-reduces, from shapes or from measured curves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,18 +38,17 @@ PARTIAL_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class GemmFit:
-    """Parameters that ``bench.cost.fit`` fits to measured matrix products. Shares are of the catalogue's
-    peak.
+    """Parameters that ``bench.cost.fit`` fits to measured matrix products. Shares are of the catalogue's peak.
 
     Attributes:
-        share: reached share of a processor's FLOP/s while it works on a tile.
-        memory_share: reached share of the memory bandwidth.
-        activation_weight: bytes moved per byte of the two activation matrices.
-        overlap: exponent that combines compute and memory time; 1 adds them, infinity takes the larger.
+        share: Reached share of a processor's FLOP/s while it works on a tile.
+        memory_share: Reached share of the memory bandwidth.
+        activation_weight: Bytes moved per byte of the two activation matrices.
+        overlap: Exponent that combines compute and memory time; 1 adds them, infinity takes the larger.
         quantisation: 1 if a partial last wave costs a whole one, 0 if it costs in proportion.
-        choice: exponent, above 1, of the mean over kernels; infinity takes the fastest.
-        launch_s: fixed time per kernel.
-        tile_s: fixed time per wave of tiles.
+        choice: Exponent, above 1, of the mean over kernels; infinity takes the fastest.
+        launch_s: Fixed time per kernel.
+        tile_s: Fixed time per wave of tiles.
     """
 
     share: float
@@ -72,14 +71,19 @@ def gemm_seconds(
     fp8: bool = False,
     weight_itemsize: float | None = None,
 ) -> Floats:
-    """Return seconds of the product of ``[rows, depth]`` activations and ``[depth, columns]`` weights, element by
-    element.
+    """Return seconds of products of ``[rows, depth]`` activations and ``[depth, columns]`` weights.
+
+    ``rows``, ``columns`` and ``depth`` (M, N and K) are arrays that broadcast together.
 
     Args:
-        rows, columns, depth: M, N and K; arrays that broadcast together.
-        weight_itemsize: bytes of a weight; None: those of ``dtype``, or 1 with ``fp8``.
-        fp8: weights take a byte, and so do the activations where the hardware multiplies 8-bit floats; elsewhere
-            weights are converted on the way to its processors. Outputs have ``dtype``.
+        fit: Fitted parameters.
+        hardware: The device.
+        rows: M.
+        columns: N.
+        depth: K.
+        dtype: Element type of activations and outputs.
+        fp8: Weights are 8-bit floats, and activations too where the hardware multiplies 8-bit floats.
+        weight_itemsize: Bytes of a weight; None: those of ``dtype``, or 1 with ``fp8``.
     """
     m, n, k = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (rows, columns, depth)))
     stored = weight_itemsize or (1 if fp8 else dtype.itemsize)
@@ -92,8 +96,7 @@ def gemm_seconds(
 def _kernel_seconds(
     fit: GemmFit, hardware: Hardware, m: Floats, n: Floats, k: Floats, dtype: DType, fp8: bool, weight: float
 ) -> Floats:
-    """Return seconds of every kernel, ``[len(TILES) * len(CUTS), *m.shape]``; infinite where the library would not
-    split K."""
+    """Return seconds of every kernel variant, ``[len(TILES) * len(CUTS), *m.shape]``; infinite where K is not split."""
     processors = hardware.processors
     rows, columns, cuts = (size.reshape(-1, *[1] * m.ndim) for size in _KERNELS)
     tiles = np.ceil(m / rows) * np.ceil(n / columns) * cuts
@@ -132,12 +135,12 @@ class DecodeAttentionFit:
     """Parameters of attention that reads each sequence's keys and values once, for one new token.
 
     Attributes:
-        fixed_s: launch, and the sum of the parts of a sequence.
-        ramp_cycles: time, in clock cycles, that a long enough kernel loses to filling the memory system.
-        unit_cycles: cycles of one processor for one KV head of one sequence, whatever its length.
-        overlap: exponent that combines reading and that work; 1 adds them, infinity takes the larger.
-        cached_gain: how much faster KV that fits the last-level cache is read, less one.
-        memory_share: reached share of the memory bandwidth; published, not fitted.
+        fixed_s: Launch, and merging the parts of a sequence.
+        ramp_cycles: Clock cycles that a long kernel loses to filling the memory system.
+        unit_cycles: Cycles of one processor for one KV head of one sequence, whatever its length.
+        overlap: Exponent that combines reading and that work; 1 adds them, infinity takes the larger.
+        cached_gain: How much faster KV that fits the last-level cache is read, less one.
+        memory_share: Reached share of the memory bandwidth; published, not fitted.
     """
 
     fixed_s: float
@@ -169,10 +172,10 @@ class PrefillAttentionFit:
     """Parameters of causal attention of a chunk of a prompt.
 
     Attributes:
-        fixed_s: launch.
-        share: reached share of peak FLOP/s.
-        tail: share of a tile's time by which the processors' last tiles end one after another.
-        memory_share: reached share of the memory bandwidth; published, not fitted.
+        fixed_s: Launch.
+        share: Reached share of peak FLOP/s.
+        tail: Share of a tile's time that the last wave adds, as processors end at different times.
+        memory_share: Reached share of the memory bandwidth; published, not fitted.
     """
 
     fixed_s: float
@@ -191,8 +194,10 @@ class PrefillAttentionFit:
         head_size: int,
         batch: ArrayLike = 1,
     ) -> Floats:
-        """Return seconds of ``batch`` chunks, each after ``prefix`` cached tokens. No file has times with a prefix:
-        keys of the prefix are taken to be divided evenly over the processors."""
+        """Return seconds of ``batch`` chunks, each after ``prefix`` cached tokens.
+
+        Not fitted with a prefix: its keys are assumed to be divided evenly over the processors.
+        """
         own, before = np.asarray(chunk, dtype=np.float64), np.asarray(prefix, dtype=np.float64)
         queries, kept, many = (np.asarray(part, dtype=np.float64) for part in (query_heads, kv_heads, batch))
         rows = np.ceil(own / TILE) * TILE
@@ -231,13 +236,17 @@ was measured. On Hopper, another kernel takes over from smaller sizes on, which 
 
 @dataclass(frozen=True, kw_only=True)
 class RingFit:
-    """NCCL's ring, whose volume is 2 (n - 1) / n of the bytes:
+    """Fit of NCCL's ring all-reduce, with volume = 2 (n - 1) / n of the bytes.
 
         latency_s + (n - 1) hop_s + volume / (link_share link (2 / n)^sharing) + ramp_s (1 - exp(-volume / ramp_bytes))
 
     Attributes:
-        sharing: 0 where every device has a link of its own (NVLink), more where all cross one bus (PCIe).
-        ramp_s, ramp_bytes: what a long transfer loses to the protocol of long transfers, and from what volume on.
+        latency_s: Fixed time.
+        hop_s: Time per further device.
+        link_share: Reached share of the link's bandwidth.
+        ramp_s: Fixed time that long transfers add.
+        ramp_bytes: Volume at which this time begins to count.
+        sharing: 0 where every device has its own link (NVLink), more where all share one bus (PCIe).
     """
 
     latency_s: float
@@ -257,7 +266,7 @@ class RingFit:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerReadFit:
-    """vLLM's kernel: every device reads all others' data at once, or, in two phases, a share each:
+    """Fit of vLLM's all-reduce kernel: every device reads all other devices' data, or in two phases a share each.
 
         latency_s + (n - 1) hop_s + min((n - 1) bytes / rate, 2 (n - 1) / n bytes / rate + phase_s)
 
@@ -280,7 +289,7 @@ class PeerReadFit:
 
 @dataclass(frozen=True, kw_only=True)
 class SliceCurve:
-    """Times of whole slices, measured instead of predicted from operators: seconds per slice and per weight, by rows.
+    """Measured times of whole slices: seconds per slice and per weight, by rows.
 
     Interpolates logarithms between the measured rows and extrapolates them beyond the last.
     """
@@ -291,16 +300,16 @@ class SliceCurve:
 
     @classmethod
     def fit(cls, rows: Sequence[float], weights: Sequence[int], seconds: Sequence[Sequence[float]]) -> "SliceCurve":
-        """Fit to the slices of two models: one of ``weights[i]`` weights takes ``seconds[i][j]`` at ``rows[j]``."""
+        """Fit to two models: a slice with ``weights[i]`` weights takes ``seconds[i][j]`` at ``rows[j]``."""
         small, large = (np.array(own) for own in seconds)
         per_weight = np.maximum((large - small) / (weights[1] - weights[0]), 1e-18)
-        # Where noise makes the constant vanish, all time is attributed to the weights.
+        # Where noise makes the constant negative, all time is attributed to the weights.
         constant = np.maximum(small - per_weight * weights[0], 1e-7)
         per_weight = np.maximum(per_weight, (large - constant) / weights[1])
         return cls(rows=list(rows), slice_s=constant.tolist(), weight_s=per_weight.tolist())
 
     def predict_slice(self, rows: ArrayLike, weights: ArrayLike) -> Floats:
-        """Return seconds of a slice, or of the output head, with so many weights."""
+        """Return seconds of a slice, or of the output head, with ``weights`` weights."""
         at = np.log(np.asarray(rows, dtype=np.float64))
         return self._at(at, self.slice_s) + np.asarray(weights) * self._at(at, self.weight_s)
 
@@ -312,9 +321,9 @@ class SliceCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class AttendCurve:
-    """Time of a memory worker per layer besides reading KV, by rows, as measured with ``heads`` query heads.
+    """Measured time of a memory worker per layer besides reading KV, by rows, with ``heads`` query heads.
 
-    ``seconds[0]``, at the fewest rows, counts as the fixed cost of a call; what further rows add grows with the heads.
+    ``seconds[0]``, at the fewest rows, is the fixed time of a call; the time of further rows scales with the heads.
     """
 
     rows: Sequence[float]
@@ -332,12 +341,12 @@ class AttendCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkFit:
-    """Causal attention of a prompt chunk on a CPU, measured instead of predicted from peaks.
+    """Fit of causal attention of a prompt chunk on a CPU.
 
     Attributes:
-        fixed_s: of a call.
-        row_s: per row of the chunk and query head.
-        flops_s: FLOP/s besides.
+        fixed_s: Fixed time of a call.
+        row_s: Time per row of the chunk and query head.
+        flops_s: FLOP/s of the rest.
     """
 
     fixed_s: float

@@ -26,14 +26,14 @@ _DENSE = ("first_k_dense_replace", "moe_layer_start_index")
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts: feed-forward networks, of which each token uses a few.
+    """A mixture of experts.
 
     Attributes:
-        count: experts of a layer.
-        active: how many of them each token uses.
-        intermediate: width of one expert.
-        shared: width of the experts that every token uses.
-        layers: number of layers with experts; others are dense.
+        count: Experts of a layer.
+        active: Experts that each token uses.
+        intermediate: Width of one expert.
+        layers: Number of layers with experts; other layers are dense.
+        shared: Width of the experts that every token uses.
     """
 
     count: int
@@ -44,10 +44,11 @@ class Experts:
 
     @classmethod
     def from_config(cls, name: str, config: Mapping[str, Any], layers: int) -> "Experts | None":
-        """From a parsed config.json; None for a dense model.
+        """Read a parsed config.json; return None for a dense model.
 
         Raises:
-            ModelError: a size is missing. UnsupportedModelError: layers have different numbers of experts.
+            ModelError: A size is missing.
+            UnsupportedModelError: Layers have different numbers of experts.
         """
         unequal = next((key for key in COUNTS if isinstance(config.get(key), list)), None)
         if unequal:
@@ -108,17 +109,23 @@ class ModelShape:
     """A decoder-only transformer, dense or with a mixture of experts.
 
     Attributes:
-        hidden: d.
-        intermediate: width of the feed-forward network.
-        gated: whether that has a third matrix.
-        layers: L.
-        query_heads, kv_heads: G = query_heads / kv_heads query heads share one KV head.
-        head_size: of q, k and v.
-        max_tokens: the longest sequence, or None where the config does not say.
-        kv_cache_dtype: element type of cached K and V; messages have ``dtype``.
-        weight_dtype: of the layers' weights.
-        experts: of the layers that have them instead of one feed-forward network; None: a dense model.
-        window: tokens that ``windowed`` of the layers attend to at most; 0: all layers attend to all tokens.
+        name: Name of the model.
+        layers: Number of layers, L.
+        hidden: Hidden size, d.
+        intermediate: Width of the feed-forward network.
+        query_heads: Query heads; G = query_heads / kv_heads of them share one KV head.
+        kv_heads: KV heads.
+        head_size: Size of q, k and v of a head.
+        vocabulary: Rows of the embedding.
+        gated: Whether the feed-forward network has a third matrix.
+        tied_embeddings: Whether the output head is the embedding.
+        dtype: Element type of activations and messages.
+        max_tokens: Longest sequence; None if the config does not say.
+        kv_cache_dtype: Element type of cached K and V.
+        weight_dtype: Element type of the layers' weights.
+        experts: Experts of the layers that have them; None for a dense model.
+        window: Attention window of ``windowed`` layers, in tokens; 0 if no layer has one.
+        windowed: Number of layers with a window.
     """
 
     name: str
@@ -140,7 +147,7 @@ class ModelShape:
     windowed: int = 0
 
     def stored_as(self, kv_cache_dtype: KvCacheDType, weight_dtype: WeightDType) -> "ModelShape":
-        """Return the model with K and V, and weights, of other types; auto leaves them as they are."""
+        """Return the model with other element types of cached K and V and of weights; "auto" keeps a type."""
         kept = weight_dtype if self.weight_dtype == "auto" else self.weight_dtype
         return replace(self, kv_cache_dtype=kv_cache_dtype, weight_dtype=kept)
 
@@ -186,7 +193,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of cached keys and values of one token in all layers, with the scales of codes."""
+        """Bytes of cached keys and values of one token in all layers, with quantisation scales."""
         return 2 * self.kv_heads * self.kv_element.row_nbytes(self.head_size) * self.layers
 
     @property
@@ -270,8 +277,8 @@ def find(model: str) -> ModelShape:
     """Return the shape of a model directory, a config.json, or a name in ``KNOWN`` in any case.
 
     Raises:
-        ModelError: the file or name does not exist, or the config lacks a size.
-        UnsupportedModelError: the cost model does not cover this architecture.
+        ModelError: The file or name does not exist, or the config lacks a size.
+        UnsupportedModelError: The cost model does not cover this architecture.
     """
     if model.lower() in KNOWN:
         return KNOWN[model.lower()]
@@ -286,10 +293,7 @@ def find(model: str) -> ModelShape:
 
 
 def directory_to_launch(model: str) -> str:
-    """Return the directory of a model that was planned for, for ``lamina launch --model``.
-
-    Where only a name or a configuration is known, it is a placeholder: PATH_TO_Llama-3-8B.
-    """
+    """Return the ``lamina launch --model`` argument of a planned model; a placeholder if its directory is unknown."""
     path = Path(model).expanduser()
     if path.is_dir():
         return model
@@ -299,7 +303,7 @@ def directory_to_launch(model: str) -> str:
 
 
 def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
-    """Return the shape that a parsed config.json describes. Raises like ``find``."""
+    """Return the shape that a parsed config.json describes. Raises the errors of ``find``."""
     nested = config.get("text_config")
     text: Mapping[str, Any] = nested if isinstance(nested, dict) else config
     weight_dtype = _require_covered(name, config, text)
@@ -334,7 +338,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
 
 
 def _require_covered(name: str, config: Mapping[str, Any], text: Mapping[str, Any]) -> WeightDType:
-    """Return how the weights are stored. Raises UnsupportedModelError for what the cost model does not cover."""
+    """Return the element type of the weights. Raises UnsupportedModelError if the cost model does not cover a model."""
     stored = scheme(name, config)
     nested = [value for value in text.values() if isinstance(value, dict)]
     for inner in nested:

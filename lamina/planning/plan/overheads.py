@@ -1,4 +1,4 @@
-"""Time and memory that serving needs besides kernels: in Lamina's runtime, published or measured, and in engines."""
+"""Overheads besides kernels: ``RuntimeFit`` for Lamina's workers, ``Engine`` for an engine's host time and memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,16 +12,18 @@ ROUND_TRIP_S = 33e-6
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeFit:
-    """Time the runtime spends besides slices and attention; as published for GPUs and RDMA, or measured.
+    """Time of the runtime besides slices and attention; published for GPUs and RDMA, or measured.
 
     Attributes:
-        exchange_s, exchange_row_s: on a compute worker, per layer and per row of it: messages, merging, and the
-            slowdown of slices that alternate with messages.
-        step_s, step_row_s: on a compute worker, per step and per row of it: sampling.
-        attend, kv_bytes_s: on a memory worker, per layer besides reading KV, and the bandwidth of reading it.
-        chunks: attention of prompt chunks, on either. None, like the two before: as the attention kernels of the fits.
-        round_trip_s: per layer, time in which neither worker is busy.
-        contention: where workers share one memory, the relative slowdown of each while both pools work.
+        exchange_s: On a compute worker, per layer: messages, merging, and the slowdown of interrupted slices.
+        exchange_row_s: The same, per row.
+        step_s: On a compute worker, per step: sampling.
+        step_row_s: The same, per row.
+        attend: On a memory worker, per layer besides reading KV; None: that of the attention kernels' fits.
+        kv_bytes_s: Bandwidth of reading KV on a memory worker; None: that of the attention kernels' fits.
+        chunks: Attention of prompt chunks on either worker; None: that of the attention kernels' fits.
+        round_trip_s: Per layer, time in which neither worker is busy.
+        contention: Relative slowdown of both pools while both work, where they share one memory.
     """
 
     exchange_s: float = 0.0
@@ -46,17 +48,18 @@ AS_PUBLISHED = RuntimeFit()
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """One engine.
+    """Host time and reserved memory of one serving engine.
 
     Attributes:
-        step_s: host time of a step that nothing hides: scheduling, launches, output.
-        step_row_s: the same of each sequence that draws a token.
-        prompt_token_s: of each token of a prompt before the engine knows the request: one process tokenizes one prompt
-            after another.
-        request_s: from a request to its engine and from its first token to the client, besides; not the engine's time.
-        reserve_bytes, reserve_token_bytes: memory of a device, of the share that the engine may use, that holds neither
-            weights nor KV: CUDA graphs and buffers; and activations, for each token that a step may have.
-        source: what the figures were fitted to.
+        name: Name of the engine.
+        version: Its version.
+        step_s: Host time of a step that does not overlap with the device: scheduling, launches, output.
+        step_row_s: The same, per sequence that draws a token.
+        prompt_token_s: Tokenization per prompt token, by one process for all requests.
+        request_s: Latency of a request to the engine plus that of its first token to the client.
+        reserve_bytes: Device memory of CUDA graphs and buffers.
+        reserve_token_bytes: Device memory of activations, per token of the largest step.
+        source: What the figures were fitted to.
     """
 
     name: str
@@ -70,7 +73,7 @@ class Engine:
     source: str
 
     def reserved(self, tokens: int) -> float:
-        """Return the bytes of a device that the engine keeps if its steps have up to so many tokens."""
+        """Return the reserved bytes of a device if steps have up to ``tokens`` tokens."""
         return self.reserve_bytes + self.reserve_token_bytes * tokens
 
 

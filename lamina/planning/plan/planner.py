@@ -1,4 +1,4 @@
-"""Decoding alone, as in the Lamina papers: the speed and cost of offloaded attention, and of one pool.
+"""Plans for decoding alone, as in the Lamina paper: speed and cost of offloaded attention, and of one pool.
 
 A plan has compute workers of one kind in ``replicas`` groups of ``tensor_parallel``, memory workers of one kind,
 ``lanes`` batches in flight and a partition of attention. Its steady state (``docs/cost-model.md``, Pipeline): let M and
@@ -9,8 +9,8 @@ occupy the NICs of a replica and of a memory worker, and S the latency of the me
 
 where the last term is the path of one lane alone. The largest term is the bottleneck.
 
-The baseline, a tensor-parallel group with its share of the weights and, beside them, paged KV, takes TBT = M + A.
-Nothing overlaps, nothing crosses a network, and the engine's own time is not counted, which favours the baseline.
+The baseline, a tensor-parallel group with weights and paged KV, takes TBT = M + A: without overlap, network, and host
+time, which favours the baseline.
 """
 
 import enum
@@ -62,17 +62,22 @@ class Plan:
     """A layout at its best batch.
 
     Attributes:
-        batch: sequences decoding at once in all lanes together.
-        tbt_s: time between tokens of a sequence.
-        tokens_s: output tokens per second of all sequences.
-        ttft_s: prefill of the mean prompt on an idle replica.
-        prompt_tokens_s: tokens prefilled per second by all replicas.
-        usd_per_hour: cost of both pools.
-        usd_per_million_in, usd_per_million_out: cost of both pools while they prefill, or generate, a million tokens.
-        compute_busy, memory_busy, network_busy: share of an iteration for which each is busy.
-        bottleneck, limit: what limits the speed, and what limits the batch.
-        network_bytes_s: bandwidth between the pools, summed over both directions, at which messages take the share
-            NETWORK_ALPHA of a step.
+        pools: The layout.
+        batch: Sequences decoding at once in all lanes.
+        tbt_s: Time between tokens of a sequence.
+        tokens_s: Output tokens per second of all sequences.
+        ttft_s: Prefill time of the mean prompt on an idle replica.
+        prompt_tokens_s: Tokens prefilled per second by all replicas.
+        usd_per_hour: Cost of both pools.
+        usd_per_million_in: Cost of both pools while they prefill a million tokens.
+        usd_per_million_out: Cost of both pools while they generate a million tokens.
+        compute_busy: Utilisation of the compute pool.
+        memory_busy: Utilisation of the memory pool.
+        network_busy: Utilisation of the network.
+        bottleneck: What limits the speed.
+        limit: What limits the batch.
+        network_bytes_s: Bandwidth between the pools, both directions, at which messages take the share NETWORK_ALPHA
+            of a step.
     """
 
     pools: Way
@@ -155,8 +160,7 @@ class Planner:
         return np.append(rows, most) if len(rows) and rows[-1] < most else rows
 
     def _sequences(self, pools: Way) -> int:
-        """Return the number of sequences whose KV fits in the memory pool; partitioned by requests, each lies on one
-        worker as a whole."""
+        """Return the number of sequences whose KV fits the memory pool; one worker each if partitioned by requests."""
         each, live = self.models[pools.second.kind].kv_tokens, self.workload.live
         if pools.partition is Partition.HEAD:
             return int(each * pools.memory_workers / live)
@@ -228,8 +232,6 @@ class Planner:
 
 
 def _contended(dense: Floats, attention: Floats, contention: float) -> tuple[Floats, Floats]:
-    """Return both times with contention: each slows the other while both work, which is as long as the shorter
-    takes."""
     both = np.minimum(dense, attention) / (1 - contention)
     return dense + contention * both, attention + contention * both
 
@@ -253,8 +255,7 @@ class Group:
 
 
 def group_capacity(model: CostModel, devices: int, workload: Workload) -> int:
-    """Return the number of sequences whose KV fits beside the weights of one tensor-parallel group; 0 if the weights do
-    not fit."""
+    """Return the number of sequences whose KV fits a tensor-parallel group; 0 if the weights do not fit."""
     free = devices * model.usable_bytes - model.shape.weight_bytes
     return max(0, math.floor(free / (workload.live * model.shape.kv_bytes_per_token)))
 

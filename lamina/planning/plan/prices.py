@@ -1,9 +1,8 @@
-"""What an hour of each kind of hardware costs in one market, with the source and date of every price.
+"""Prices per hour of each kind of hardware in one market, with the source and date of every price.
 
-A plan is priced in one market: a file of ``markets`` beside this module, by its name, or a user's file of that form.
-A market either rents (``usd_per_hour`` of a kind) or sells (``usd``, spread over ``years``, with the electricity at
-``usd_per_kwh`` for the board power in the hardware catalogue). A kind without a price is refused by name: prices of two
-markets are never added.
+A plan is priced in one market: a file of ``markets`` beside this module, or a user's file of that form. A market either
+rents (``usd_per_hour`` of a kind) or sells (``usd``, spread over ``years``, plus electricity at ``usd_per_kwh`` for the
+board power in the hardware catalogue). Prices of two markets are never mixed: a kind without a price is an error.
 """
 
 import re
@@ -33,7 +32,7 @@ _OF_KIND = ("usd", "usd_per_hour", "source", "date")
 
 @dataclass(frozen=True)
 class Price:
-    """US dollars of one device, per hour where the market rents; where the price is from, and its date as text."""
+    """US dollars of one device (per hour where the market rents), with source and date."""
 
     usd: float
     source: str
@@ -45,13 +44,14 @@ class Prices:
     """One market.
 
     Attributes:
-        name: as given to ``load``.
-        market, includes: what it is and what its prices cover, for display.
-        entries: price by kind.
-        years: over which a purchase is spread; None where the market rents.
-        usd_per_kwh: of electricity, where the market sells.
-        network_usd: the network of one worker of pools that exchange data, where the market sells.
-        network: what that is, and where its price is from.
+        name: Name, as given to ``load``.
+        entries: Price by kind.
+        market: Description of the market, for display.
+        includes: What its prices cover, for display.
+        years: Years over which a purchase is spread; None where the market rents.
+        usd_per_kwh: Price of electricity, where the market sells.
+        network_usd: Price of one worker's network, where the market sells.
+        network: Description of this network and the source of its price.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Prices:
         return kind in self.entries
 
     def warnings(self, kinds: Iterable[str], today: date) -> list[str]:
-        """Return a warning for each date of these kinds' prices that is more than FRESH_DAYS ago."""
+        """Return a warning for each date of the kinds' prices that is more than FRESH_DAYS ago."""
         aged: dict[str, list[str]] = {}
         for kind in dict.fromkeys(kinds):
             found = _DAY.search(self.entries[kind].date) if kind in self.entries else None
@@ -83,8 +83,7 @@ class Prices:
     def usd_per_hour(self, hardware: Hardware, networked: bool = False) -> float:
         """Return the cost of an hour of one device, with its share of the network if ``networked``.
 
-        Raises:
-            ConfigError: the market has no price for it; says which have one.
+        Raises ConfigError if the market has no price for it; the error names the kinds that have one.
         """
         self.require([hardware.kind])
         usd = self.entries[hardware.kind].usd
@@ -135,10 +134,9 @@ def names() -> list[str]:
 
 
 def load(text: str = DEFAULT) -> Prices:
-    """Return the market called ``text``, or that of the TOML file ``text``.
+    """Return the market called ``text``, or the market in the TOML file ``text``.
 
-    Raises:
-        ConfigError: there is no such market or file, or the file has a missing, unknown or out-of-range value.
+    Raises ConfigError if neither exists, or the file has a missing, unknown or out-of-range value.
     """
     file = MARKETS / f"{text}.toml" if text in names() else Path(text).expanduser()
     try:

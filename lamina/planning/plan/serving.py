@@ -1,15 +1,14 @@
-"""Ranks ways to serve whole requests, prompts and decoding together, by a closed form.
+"""Evaluates ways to serve whole requests, prompts and decoding together, by a closed form.
 
 In a steady state with b decoding sequences in a batch, every step generates b tokens, and per generated token P / O
-prompt tokens arrive that must be computed (P, O: means of both; what a prefix cache finds is not in P). Chunks come in
-steps of their own size c; a share f = b P / (O c) of the steps has one. With T0 and T1 the seconds of a step without
-and with a chunk,
+prompt tokens must be computed (P, O: mean computed prompt tokens and output tokens of a request). A share
+f = b P / (O c) of the steps has a chunk of c tokens. With T0 and T1 the seconds of a step without and with a chunk,
 
     requests per second = batches b / (O ((1 - f) T0 + f T1))
 
-at the largest b for which KV has room, and the 99th percentiles of a step and of the time to a first token are within
-the SLOs. Prompts wait for chunks as in a queue that is busy for the share f (``closed_form.Prompts``).
-``lamina.planning.simulate.trial`` measures the best few.
+at the largest b for which KV fits, and the 99th percentiles of a step and of the time to first token are within the
+SLOs. Prompts wait for chunks as in a queue with utilisation f (``closed_form.Prompts``).
+``lamina.planning.simulate.trial`` simulates the best few ways.
 """
 
 import math
@@ -46,7 +45,7 @@ _EVERY_ROW = np.arange(1.0, 2 * MOST_ROWS + 1)
 
 
 class Server:
-    """Evaluates ways for one model and workload. Times of slices and of prompts are kept by kind and TP."""
+    """Evaluates ways for one model and workload. Times of slices and of prompts are cached by kind and TP."""
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class Server:
         return self._apart(way) if way.kind is Kind.APART else self._one_pool(way)
 
     def unfit(self, way: Way) -> str | None:
-        """Return why the weights or the longest request of the workload do not fit; None if they do."""
+        """Return why the weights or the longest request do not fit; None if they do."""
         shape, longest = self.shape, self.workload.longest
         degree = way.tensor_parallel
         holders = [way.compute, way.second] if way.kind is Kind.APART else [way.compute]
@@ -101,7 +100,7 @@ class Server:
         return None
 
     def _free(self, kind: Hardware, degree: int, chunk: int) -> float:
-        """Return tokens of KV that fit beside the weights of one copy, whose steps have up to ``chunk`` tokens."""
+        """Return the tokens of KV that fit beside one copy of the weights, with steps of up to ``chunk`` tokens."""
         usable = self.models[kind.kind].usable_bytes - self._host(self.models[kind.kind]).reserved(chunk)
         free = degree * usable - self.shape.weight_bytes
         return free / self.shape.kv_bytes_per_token
@@ -183,9 +182,9 @@ class Server:
             return None
         # Prompts are cached where they are computed, and nothing else is kept there.
         room = way.replicas * self._free(way.compute, degree, way.chunk)
-        found = float(self.workload.reuse.found(np.array([room]), np.array([rows.max() * groups]))[0])
+        found = float(self.workload.reuse.found_tokens(np.array([room]), np.array([rows.max() * groups]))[0])
         found = min(found, self.workload.prompt - 1)
-        limit, first_s = self._prompts.whole(prefill, degree, way.replicas, way.chunk, found)
+        limit, first_s = self._prompts.prefill_pool(prefill, degree, way.replicas, way.chunk, found)
         loads = np.linspace(LEAST_LOAD, 1.0, 46)
         kept = loads[first_s(loads) <= self.slo.ttft_s]
         if not len(kept):
@@ -222,7 +221,6 @@ class Server:
         busy: Floats,
         memory_busy: Floats,
     ) -> Capacity | None:
-        """Return the batch of the highest rate within the SLOs."""
         allowed = (share <= 1) & (steps.longest <= MARGIN * self.slo.tbt_s) & (steps.first <= self.slo.ttft_s)
         rates = np.where(allowed, sequences / (self.workload.output * steps.average), 0.0)
         best = int(rates.argmax())
@@ -244,13 +242,14 @@ class Server:
         )
 
     def _rows(self, room: float, lanes: int, chunk: int, copies: int = 1, ahead: int = 0) -> tuple[Floats, Floats]:
-        """Return the decode rows of a batch to try, and the prompt tokens that a cache in the rest of ``room`` finds.
+        """Return the decode rows of a batch to try, and the prompt tokens found by a prefix cache in the free KV.
 
         Args:
-            room: tokens of KV.
-            lanes: batches that share it.
-            copies: of what all sequences have in common; 0: each has its own.
-            ahead: tokens kept free for each sequence.
+            room: Tokens of KV.
+            lanes: Batches that share it.
+            chunk: Most rows of a step.
+            copies: Copies of the sequences' shared prefix; 0 if every sequence has its own.
+            ahead: Tokens kept free for each sequence.
         """
         reuse = self.workload.reuse
         common = copies * reuse.shared
@@ -261,10 +260,9 @@ class Server:
         full = np.arange(128, most, 128)  # these fill the tiles of matrix products
         rows = np.union1d(np.geomspace(min(most, 0.25), most, POINTS), full)
         left = room - common - rows * lanes * each
-        return rows, np.minimum(reuse.found(left + reuse.shared, rows * lanes), self.workload.prompt - 1)
+        return rows, np.minimum(reuse.found_tokens(left + reuse.shared, rows * lanes), self.workload.prompt - 1)
 
     def _chunks(self, rows: Floats, chunk: int, found: Floats) -> tuple[Floats, Floats]:
-        """Return the prompt tokens of a step that has some, and the share of steps that do."""
         size = chunk - rows  # near capacity, prompts wait and fill the step
         return size, rows * (self.workload.prompt - found) / self.workload.output / size
 
@@ -273,7 +271,7 @@ class Server:
         return np.asarray(self._pass(model, degree, rows) + self.shape.layers * attention)
 
     def _host(self, model: CostModel) -> Engine:
-        """Return what the engine needs besides its kernels, unless a profile of the kind has its times."""
+        """Return the engine's overheads; none if a profile of the kind includes them."""
         return self.engine if model.fits.runtime is AS_PUBLISHED else NO_OVERHEAD
 
     def _pass(self, model: CostModel, degree: int, rows: Floats) -> Floats:
@@ -286,7 +284,7 @@ class Server:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Seconds by batch: of a step without a chunk, at PERCENTILE, on average; and to a first token at PERCENTILE."""
+    """Seconds by batch: a step without a chunk, at PERCENTILE, on average; the time to first token at PERCENTILE."""
 
     plain: Floats
     longest: Floats

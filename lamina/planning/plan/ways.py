@@ -1,8 +1,8 @@
-"""Ways to serve a model on given devices, and what one of them can serve: the layouts that compete, and their names.
+"""Enumerates ways to serve a model on given devices: layouts of pools, parallelism and lanes.
 
-Three systems compete: attention offloaded to a second pool (Lamina), one pool with the KV of each copy of the weights
-in its own memory (Lamina too), and one or two pools with prefill and decoding apart. A ``Way`` is one layout of one of
-them. ``baselines`` are those of one pool in another system, to compare with.
+A ``Way`` is a layout of one of three systems: attention offloaded to a second pool (Lamina); one pool with KV beside
+each copy of the weights (Lamina, local memory); prefill and decode apart, on one or two kinds. ``baselines`` are
+layouts of another system with one pool, for comparison.
 """
 
 import enum
@@ -32,7 +32,7 @@ LONG = 4
 
 
 class Kind(enum.Enum):
-    """The systems that compete, and ``ONE_POOL``, which stands for another system on one pool."""
+    """The three systems, and ``ONE_POOL`` for another system on one pool."""
 
     OFFLOADED = "lamina"
     LOCAL = "local"
@@ -41,7 +41,7 @@ class Kind(enum.Enum):
 
     @property
     def system(self) -> str:
-        """The simulator's name of it: Lamina serves from local memory too."""
+        """The simulator's name of the system; "lamina" for local memory too."""
         return Kind.OFFLOADED.value if self is Kind.LOCAL else self.value
 
 
@@ -54,17 +54,19 @@ class Partition(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to serve.
+    """One layout of one system.
 
     Attributes:
-        kind: the system.
-        chunk: rows of a step (max_num_batched_tokens).
-        compute, compute_workers: of the pool that holds weights and, with ``APART``, prefills.
-        memory, memory_workers: of the pool for attention or, with ``APART``, of the one that decodes; None, 0: no pool.
-        tensor_parallel: devices of one copy of the weights, in both pools.
-        lanes: with ``OFFLOADED``; else 1.
-        segment: with ``OFFLOADED``, most tokens of a sequence on one memory worker, if several have room; None: any.
-        partition: with ``OFFLOADED``, how memory workers divide attention.
+        kind: The system.
+        chunk: Most rows of a step (max_num_batched_tokens).
+        compute: Hardware of the pool with weights; with ``APART``, of the pool that prefills.
+        compute_workers: Workers of that pool.
+        memory: Hardware of the memory pool; with ``APART``, of the pool that decodes; None without a second pool.
+        memory_workers: Workers of that pool.
+        tensor_parallel: Devices of one copy of the weights, in both pools.
+        lanes: Lanes with ``OFFLOADED``, else 1.
+        segment: With ``OFFLOADED``, most tokens of a sequence on one memory worker if others have free KV; None: any.
+        partition: With ``OFFLOADED``, how memory workers divide attention.
     """
 
     kind: Kind = Kind.OFFLOADED
@@ -80,7 +82,7 @@ class Way:
 
     @property
     def second(self) -> Hardware:
-        """Hardware of the second pool, which the way must have."""
+        """Hardware of the second pool, which must exist."""
         assert self.memory is not None
         return self.memory
 
@@ -91,11 +93,11 @@ class Way:
 
     @property
     def rotates(self) -> bool:
-        """Whether lanes move from replica to replica, rather than each staying with one."""
+        """Whether lanes rotate over replicas."""
         return self.kind is Kind.OFFLOADED and self.lanes == self.replicas + 1
 
     def usd_per_hour(self, prices: Prices) -> tuple[float, float]:
-        """Return the cost of each pool, and of the network between two."""
+        """Return the hourly cost of each pool, with its network if there are two."""
         two = self.memory is not None
         compute = prices.usd_per_hour(self.compute, networked=two) * self.compute_workers
         return compute, prices.usd_per_hour(self.second, networked=True) * self.memory_workers if two else 0.0
@@ -119,19 +121,21 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What a way can serve by the closed form.
+    """The highest load of a way within the SLOs, by the closed form.
 
     Attributes:
-        requests_s: requests per second.
-        batch: sequences decoding in all copies together.
-        step_s, chunk_step_s: seconds between tokens without and with a chunk in the step.
-        found: tokens of a prompt that a prefix cache has, on average.
-        prompt_share: share of the compute pool's time that prompts take.
-        compute_busy, memory_busy: share of the time for which each pool works at that rate.
-        usd_per_hour: of all pools.
-        usd_per_request: of one request.
-        prompt_usd: the share of it that its prompt costs.
-        seats: sequences of one group that decode at once within the SLO on TBT, if that bounds them; None: it does not.
+        way: The way.
+        requests_s: Requests per second.
+        batch: Sequences decoding at once in all copies of the weights.
+        step_s: Seconds between tokens without a chunk in the step.
+        chunk_step_s: Seconds between tokens with a chunk in the step.
+        prompt_share: Share of the compute pool's time spent on prompts.
+        compute_busy: Utilisation of the compute pool.
+        memory_busy: Utilisation of the memory pool.
+        usd_per_hour: Hourly cost of all pools.
+        prompt_usd: Share of a request's cost that its prompt causes.
+        found: Mean prompt tokens found in the prefix cache.
+        seats: Sequences of one group that decode at once within the SLO on TBT; None if this SLO does not bound them.
     """
 
     way: Way
@@ -162,7 +166,7 @@ class Slo:
     usd_per_hour: float = math.inf
 
     def affords(self, usd_per_hour: float) -> bool:
-        """Return whether a cost is within the budget, with a margin for rounding: 11.06 + 4.63 dollars are 15.69."""
+        """Return whether a cost is within the budget, with a margin for floating-point error."""
         return usd_per_hour <= self.usd_per_hour + 1e-6
 
 
@@ -183,8 +187,10 @@ def ways(
     segments: Sequence[int | None] = (None,),
     affords: Callable[[Way], bool] = lambda way: True,
 ) -> Iterator[Way]:
-    """Yield every way with at most the given number of devices of each kind. One pool takes as many as there are and
-    ``affords`` allows: half of them would serve half as much for half the money."""
+    """Yield every way with at most the given number of devices of each kind.
+
+    One pool has all devices that ``affords`` allows, since its cost per request does not depend on its size.
+    """
     kinds = _kinds(compute, memory)
     for way in layouts(shape, compute, memory):
         if way.partition is Partition.REQUEST:
@@ -200,7 +206,7 @@ def ways(
 def baselines(
     shape: ModelShape, compute: Sequence[tuple[Hardware, int]], memory: Sequence[tuple[Hardware, int]]
 ) -> Iterator[Way]:
-    """Yield every way of another system that has one pool, with chunked prefill, on as many devices as there are."""
+    """Yield every way of another system with one pool and chunked prefill, on all devices."""
     for kind, most in _kinds(compute, memory).values():
         yield from _one_pool(shape, Kind.ONE_POOL, kind, most, lambda way: True)
 
@@ -208,15 +214,13 @@ def baselines(
 def _kinds(
     compute: Sequence[tuple[Hardware, int]], memory: Sequence[tuple[Hardware, int]]
 ) -> dict[str, tuple[Hardware, int]]:
-    """Return each kind with the most devices of it, by name."""
     return {kind.kind: (kind, most) for kind, most in (*memory, *compute)}
 
 
 def layouts(
     shape: ModelShape, compute: Sequence[tuple[Hardware, int]], memory: Sequence[tuple[Hardware, int]]
 ) -> Iterator[Way]:
-    """Yield every way to offload attention with at most the given number of workers of each kind, at the default
-    chunk."""
+    """Yield every way to offload attention, with at most the given workers of each kind, at the default chunk."""
     for (kind, most), (memory_kind, most_memory) in product(compute, memory):
         for degree in _degrees(shape):
             for replicas, workers in product(range(1, most // degree + 1), range(1, most_memory + 1)):
@@ -272,8 +276,10 @@ def _degrees(shape: ModelShape) -> list[int]:
 
 
 def shortlist(found: Sequence[Capacity], most: int = 10) -> list[Capacity]:
-    """Return the ways worth simulating: the cheapest per request of every system on every pair of kinds, with every
-    number of lanes of a replica, and rotating; at most ``most``, and at least one of every system."""
+    """Return the ways to simulate: the cheapest for every system, pair of kinds and number of lanes.
+
+    At most ``most`` ways, with at least one of every system.
+    """
     best: dict[tuple[Kind, str, str, bool, int], Capacity] = {}
     for one in sorted(found, key=lambda one: (one.usd_per_request, one.usd_per_hour)):
         way = one.way

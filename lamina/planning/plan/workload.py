@@ -1,9 +1,8 @@
-"""Describes the requests to serve: their lengths, from a trace or given, and what their prompts have in common.
+"""Describes the requests to serve: lengths, given or from a trace, and the prefixes that their prompts share.
 
-A prompt is a sequence of runs of tokens: (id, tokens). Two prompts begin alike if their first runs are equal. For a
-closed form, a trace's ids give a hit rate for every size of a cache that evicts what was used least recently, which
-depends on the order of the requests alone, not on their rate (Mattson et al., 1970). Without a trace, ``Sessions`` has
-the same for conversations that are idle between turns.
+A prompt is a sequence of runs of tokens: (id, tokens). Two prompts share a prefix if their first runs are equal. From
+a trace's ids follows the hit rate of an LRU prefix cache by its size, which does not depend on the request rate
+(Mattson et al., 1970). Without a trace, ``Sessions`` models conversations that are idle between turns.
 """
 
 import csv
@@ -27,34 +26,32 @@ Content = tuple[tuple[int, int], ...]
 
 
 class Reuse(Protocol):
-    """What a cache beside the running requests finds."""
+    """Hit rate of a prefix cache in the KV that running requests leave free."""
 
-    def found(self, room: Floats, active: Floats) -> Floats:
-        """Return tokens of a prompt, on average, found by a cache of ``room`` tokens while ``active`` sequences
-        decode."""
+    def found_tokens(self, room: Floats, active: Floats) -> Floats:
+        """Return the mean tokens of a prompt found in a cache of ``room`` tokens while ``active`` sequences decode."""
 
     def each(self, found: float, prompts: Floats) -> Floats:
-        """Return tokens of each of these prompts, those of the workload's sample, if ``found`` are found on average."""
+        """Return the tokens found of each prompt of the workload's sample, if ``found`` are found on average."""
 
     @property
     def most(self) -> float:
-        """Tokens of a prompt, on average, that a cache without bounds finds."""
+        """Mean tokens of a prompt found in an unbounded cache."""
 
     @property
     def shared(self) -> float:
-        """Tokens that all running sequences have in common, and that are kept once."""
+        """Length of the prefix that all running sequences share, whose KV is stored once."""
 
 
 @dataclass(frozen=True)
 class Sessions:
-    """Prompts of one length that begin with tokens which all have in common, and with earlier turns of a session.
+    """Prompts of one length, with a prefix that all share, followed by earlier turns of a session.
 
     Attributes:
-        shared: tokens of every prompt that are the same in all.
-        resumed: tokens after them, of earlier turns.
-        idle: share of the sessions that wait for their user. Until its next turn, a session's KV is either kept, as
-            long as there is room, or computed again; sessions are idle for equally distributed times, so that the share
-            found is that of the idle KV for which there is room.
+        shared: Tokens of the shared prefix.
+        resumed: Tokens of earlier turns.
+        idle: Share of sessions that wait for their user. The KV of idle sessions that fits the free memory is found at
+            the next turn; the rest is computed again.
     """
 
     shared: int = 0
@@ -65,18 +62,16 @@ class Sessions:
     def most(self) -> float:
         return float(self.shared + self.resumed)
 
-    def found(self, room: Floats, active: Floats) -> Floats:
+    def found_tokens(self, room: Floats, active: Floats) -> Floats:
         waiting = active * self.idle / (1 - self.idle) * self.resumed
         kept = np.clip((room - self.shared) / np.maximum(waiting, 1e-9), 0.0, 1.0)
         return np.asarray(np.where(room >= 0, self.shared, 0.0) + self.resumed * kept)
 
     def each(self, found: float, prompts: Floats) -> Floats:
-        """Return the tokens found of each prompt: all prompts have one length, and equally many tokens of each are
-        found."""
         return np.full_like(prompts, math.floor(found))
 
     def describe(self) -> str:
-        """In words."""
+        """Return a description of the prompts."""
         parts = [f"{self.shared} shared"] if self.shared else []
         parts += [f"{self.resumed} of earlier turns, {self.idle:.0%} of sessions idle"] if self.resumed else []
         return ", ".join(parts) or "nothing in common"
@@ -87,11 +82,13 @@ NOTHING = Sessions()
 
 @dataclass(frozen=True)
 class FromTrace:
-    """The hit rate of a trace by the size of the cache, in tokens.
+    """Hit rate of a trace by the size of the cache.
 
     Attributes:
-        sizes, tokens: of caches, and what each finds of a prompt on average. Between two sizes it is interpolated.
-        sampled: float64 [sizes, requests of the sample], what each finds of these.
+        sizes: Sizes of caches in tokens; other sizes are interpolated.
+        tokens: Mean tokens of a prompt found, by size.
+        sampled: float64 [sizes, requests of the sample], tokens found of each prompt.
+        shared: Tokens of a prefix that all prompts share.
     """
 
     sizes: tuple[float, ...] = field(repr=False)
@@ -101,8 +98,10 @@ class FromTrace:
 
     @classmethod
     def from_requests(cls, requests: Sequence[tuple[Content, int | None, int]], every: int = 1) -> "FromTrace | None":
-        """``requests``: content of the prompt, id of the answer, and its tokens. None if no prompt has ids. The sample
-        has one in ``every`` requests, from the first one on."""
+        """Compute hit rates from requests (content of the prompt, id of the answer, its tokens).
+
+        Returns None if no prompt has ids. The sample has one in ``every`` requests, beginning with the first.
+        """
         if not any(content for content, _, _ in requests):
             return None
         whole = [_keys(content, answer, output) for content, answer, output in requests]
@@ -115,11 +114,10 @@ class FromTrace:
     def most(self) -> float:
         return self.tokens[-1]
 
-    def found(self, room: Floats, active: Floats) -> Floats:
+    def found_tokens(self, room: Floats, active: Floats) -> Floats:
         return np.asarray(np.interp(room, self.sizes, self.tokens))
 
     def each(self, found: float, prompts: Floats) -> Floats:
-        """Return the tokens found of each prompt: continued conversations almost whole, first prompts not at all."""
         below = min(int(np.searchsorted(self.tokens, found, side="right")), len(self.tokens) - 1) - 1
         low, high = self.tokens[below], self.tokens[below + 1]
         part = (found - low) / max(high - low, 1e-9)
@@ -131,9 +129,9 @@ _Keys = tuple[list[tuple[int, int]], int]
 
 
 def _keys(content: Content, answer: int | None, output: int) -> _Keys:
-    """Return (key, tokens) of every run of a request, its answer's last, and how many are the prompt's.
+    """Return (key, tokens) of every run of a request, with its answer last, and the number of the prompt's runs.
 
-    A key stands for a run and all before it.
+    A key identifies a run and all runs before it.
     """
     behind = () if answer is None else ((answer, output),)
     keys, key = [], 0
@@ -144,12 +142,12 @@ def _keys(content: Content, answer: int | None, output: int) -> _Keys:
 
 
 def _lru(requests: Sequence[_Keys], size: float) -> Iterator[int]:
-    """Yield the tokens of each prompt that a cache of ``size`` tokens finds."""
+    """Yield the tokens of each prompt found in an LRU cache of ``size`` tokens."""
     kept: OrderedDict[int, int] = OrderedDict()
     total = 0
     for keys, prompt in requests:
         yield sum(tokens for _, tokens in itertools.takewhile(lambda one: one[0] in kept, keys[:prompt]))
-        for key, tokens in reversed(keys):  # the end of a prefix is evicted before what it begins with
+        for key, tokens in reversed(keys):  # the end of a prefix is evicted before its beginning
             if key in kept:
                 kept.move_to_end(key)
             else:
@@ -175,11 +173,14 @@ MOONCAKE_BLOCK = 512
 
 @dataclass(frozen=True)
 class TracedRequest:
-    """One request of a trace: seconds since the first one, prompt tokens, output tokens.
+    """One request of a trace.
 
     Attributes:
-        content: what the prompt says, as runs of tokens (``lamina.planning.plan.workload``); empty: unlike any other.
-        answer: the id that later prompts give this request's output; None if none repeats it.
+        arrival_s: Seconds since the first request.
+        prompt: Prompt tokens.
+        output: Output tokens.
+        content: The prompt as runs of tokens (see the module's docstring); empty if it shares no prefix.
+        answer: Id of the output in later prompts; None if no prompt repeats it.
     """
 
     arrival_s: float
@@ -191,16 +192,16 @@ class TracedRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Means over requests, in tokens.
+    """Mean lengths of requests in tokens, with a sample.
 
     Attributes:
-        name: for display.
-        prompt, output: per request.
-        live: cached tokens of a sequence, averaged over decode steps, so that a long output counts for every step; KV
-            is allocated as it grows, so this is also what a sequence occupies.
-        longest: the longest request, prompt and output together.
-        sample: requests to draw from, in the order of their arrival; empty where only means are known.
-        reuse: what prompts have in common with earlier requests.
+        name: Name for display.
+        prompt: Mean prompt tokens.
+        output: Mean output tokens.
+        live: Cached tokens of a decoding sequence, averaged over decode steps.
+        longest: Prompt plus output tokens of the longest request.
+        sample: Requests to draw from, in order of arrival; empty if only means are known.
+        reuse: Hit rate of a prefix cache.
     """
 
     name: str
@@ -213,25 +214,25 @@ class Workload:
 
     @property
     def replayed(self) -> bool:
-        """Whether requests are simulated in the trace's order: prompts have something in common. Then ``sample`` has
-        all of them."""
+        """Whether requests are simulated in the trace's order, since prompts share prefixes. ``sample`` has all of
+        them."""
         return any(request.content for request in self.sample)
 
     def summary(self) -> dict[str, Any]:
-        """Return all figures but the single requests, for JSON; ``reuse`` as the tokens of a prompt found at most."""
+        """Return all figures but the sample, for JSON; ``reuse`` as the most tokens found of a prompt."""
         values = {name: value for name, value in vars(self).items() if name not in ("sample", "reuse")}
         return values | {"found_at_most": self.reuse.most}
 
 
 def of_context(tokens: int) -> Workload:
-    """Describe sequences that all have ``tokens`` cached, as in the papers' figures, which do not specify prompts."""
+    """Return a workload of sequences that all have ``tokens`` cached tokens, without prompts, as in papers' figures."""
     if tokens < 1:
         raise ConfigError(f"the context is {tokens} tokens; give at least 1")
     return Workload(name=f"context {tokens}", prompt=tokens, output=1, live=tokens, longest=tokens)
 
 
 def of_requests(name: str, requests: Sequence[TracedRequest]) -> Workload:
-    """Return the means of requests, of which there is at least one."""
+    """Return the workload of ``requests``, of which there must be at least one."""
     prompts = np.array([request.prompt for request in requests], dtype=np.float64)
     outputs = np.array([request.output for request in requests], dtype=np.float64)
     steps = outputs.sum()
@@ -249,8 +250,7 @@ def of_requests(name: str, requests: Sequence[TracedRequest]) -> Workload:
 
 
 def of_lengths(prompt: int, output: int, reuse: Sessions | None = None) -> Workload:
-    """Describe requests that all have one length. Raises ConfigError for a length below 1, or a prompt that is all
-    ``reuse``."""
+    """Return a workload of requests of one length. Raises ConfigError for a length below 1, or prompts all reused."""
     if min(prompt, output) < 1:
         raise ConfigError(f"prompts of {prompt} tokens and outputs of {output}; give at least 1 of each")
     if reuse and reuse.shared + reuse.resumed >= prompt:
@@ -269,15 +269,13 @@ def of_lengths(prompt: int, output: int, reuse: Sessions | None = None) -> Workl
 
 
 def read_trace(file: Path) -> list[TracedRequest]:
-    """Return requests in the order of the file: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's
-    JSON lines (timestamp in ms, input_length, output_length). Requests without prompt or output are left out; time
-    starts with the earliest of the others.
+    """Read the requests of a trace, in the order of the file, without those that lack a prompt or an output.
 
-    What prompts have in common is in Mooncake's ``hash_ids``, one for every 512 tokens of the prompt, or in
-    ``content``: a list of [id, tokens], with ``answer``, the id that the output has in later prompts.
+    The file is Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSON lines (timestamp in ms,
+    input_length, output_length). Shared prefixes are given by Mooncake's ``hash_ids``, one for every 512 tokens of the
+    prompt, or by ``content``, a list of [id, tokens], with ``answer``, the id of the output in later prompts.
 
-    Raises:
-        ConfigError: the file cannot be read, has another format, an invalid value or no request.
+    Raises ConfigError if the file cannot be read, has another format, an invalid value or no request.
     """
     try:
         with file.open(newline="") as opened:

@@ -1,4 +1,4 @@
-"""Measures this machine for the hardware catalogue, and notices other load meanwhile."""
+"""Measures this machine for the hardware catalogue, and the load of other processes meanwhile."""
 
 import os
 import platform
@@ -18,14 +18,14 @@ QUIET = 0.05
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Share of the time of this process's cores, 0 to 1, that went to others; over ``seconds`` of wall time."""
+    """Share of this process's cores, 0 to 1, that other processes used during ``seconds`` of wall time."""
 
     others: float
     seconds: float
 
     @property
     def disturbed(self) -> bool:
-        """Whether it is too much to trust what was measured."""
+        """Whether the share is too high to trust a measurement."""
         return self.others > QUIET
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class Disturbance:
 
 
 class Watch:
-    """Counts from its creation on. Children count as this process's own: those alive, and those that have ended."""
+    """Measures the disturbance since its creation. This process's children do not count as other processes."""
 
     def __init__(self) -> None:
         self._begun_s = time.monotonic()
@@ -41,13 +41,13 @@ class Watch:
 
     @classmethod
     def sample(cls) -> Disturbance:
-        """Return the disturbance of the next second, in which this thread does nothing."""
+        """Sleep for a second and return the disturbance during it."""
         watch = cls()
         time.sleep(1.0)
         return watch.so_far()
 
     def so_far(self) -> Disturbance:
-        """Return the disturbance since the beginning."""
+        """Return the disturbance since the creation."""
         seconds = time.monotonic() - self._begun_s
         others = _all_seconds() - self._all_s - (_own_seconds() - self._own_s)
         available = max(1e-9, seconds * len(os.sched_getaffinity(0)))
@@ -55,15 +55,13 @@ class Watch:
 
 
 def _all_seconds() -> float:
-    """Return seconds for which this process's cores worked for anybody, or were taken away."""
+    """Return seconds for which this process's cores were busy, or were stolen by the hypervisor."""
     cores, times = os.sched_getaffinity(0), psutil.cpu_times(percpu=True)
     mine = [times[core] for core in cores if core < len(times)]
     return float(sum(one.user + one.nice + one.system + one.irq + one.softirq + one.steal for one in mine))
 
 
 def _own_seconds() -> float:
-    """Return the processor seconds of this process and its children. A child's pass to its parent when that has waited
-    for it."""
     this = psutil.Process()
     seconds = 0.0
     for process in (this, *this.children(recursive=True)):
@@ -120,7 +118,6 @@ def as_toml(values: dict[str, float | str]) -> str:
 
 
 def _fastest_s(work: Callable[[], object]) -> float:
-    """Return seconds of the fastest of ROUNDS calls, after a warm-up call."""
     work()
     best = float("inf")
     for _ in range(ROUNDS):

@@ -1,11 +1,11 @@
 """Profiles this machine for the cost model: times of slices by rows, and the overheads of the runtime.
 
-``lamina plan --measure`` stores both in a profile store next to the hardware file. Each worker gets half of the cores,
-so that one compute and one memory worker fill the machine.
+``lamina plan --measure`` stores both in a profile store next to the hardware file. One compute and one memory worker
+use half of the cores each.
 
-Slices of two random Llamas of different width are timed as a decode step runs them, which gives the cost per weight and
-the fixed cost per slice. Attention of prompt chunks is timed as a worker runs it. Then the runtime serves the smaller
-model, and its timelines give the time it spends on messages, sampling, attention and waiting.
+Slices of two random Llamas of different width give the cost per weight and the fixed cost per slice. Attention of
+prompt chunks is timed by itself. Then the runtime serves the smaller model, and its timelines give the time spent on
+messages, sampling, attention and waiting.
 """
 
 import json
@@ -34,7 +34,7 @@ from lamina.planning.profiling.measure import Disturbance, Watch
 if TYPE_CHECKING:
     from lamina.control.timeline import Span
     from lamina.engine.engine import Engine
-    from lamina.observe.decoding import Window
+    from lamina.observe.decode_timing import Window
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ROUNDS = 7
@@ -57,19 +57,17 @@ TIMEOUT_S = 300.0
 
 
 def halves() -> tuple[list[int], list[int]]:
-    """Return the cores of this process divided into compute and memory; both get the same one if there is only one."""
+    """Return this process's cores in two halves, for compute and memory; the same core twice if there is only one."""
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
     return cores[:half], cores[-half:]
 
 
 def measure(kind: str, store: ProfileStore) -> Disturbance:
-    """Measure slices and the runtime and write the fits ``slices`` and ``runtime`` of ``kind``. Takes about a minute.
+    """Measure slices and the runtime; store the fits ``slices`` and ``runtime`` of ``kind``. Takes about a minute.
 
-    Returns what other processes did meanwhile; if they disturbed the measurement, the fits' source says so.
-
-    Raises:
-        LaminaError: the runtime failed.
+    Returns the disturbance by other processes, which the fits' source mentions if it was too high. Raises LaminaError
+    if the runtime failed.
     """
     watch = Watch()
     with tempfile.TemporaryDirectory(prefix="lamina-profile-") as place:
@@ -106,13 +104,10 @@ def measure(kind: str, store: ProfileStore) -> Disturbance:
 
 
 def drift(store: ProfileStore, kind: str) -> float:
-    """Return the time of slices now over that when the profile of ``kind`` was measured, less 1: the median over rows.
+    """Measure slices again and return their time over the profile's, less 1: the median over rows. Takes seconds.
 
-    Far from 0, the profile is of other kernels or another machine, or one of the two measurements was disturbed. Takes
-    a few seconds.
-
-    Raises:
-        ConfigError: the store has no slices of ``kind``.
+    A value far from 0 means other kernels, another machine, or a disturbed measurement. Raises ConfigError if the store
+    has no slices of ``kind``.
     """
     known = {one.size: one.measured_s for one in store.samples("slices", kind) if one.operator == _slice(WIDTHS[-1])}
     if not known:
@@ -205,14 +200,18 @@ def slice_seconds(path: Path, rows: Sequence[int]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Measured decoding of ``batch`` sequences with ``live`` cached tokens on average.
+    """Measured decoding.
 
     Attributes:
-        step_s: time between two tokens of a sequence.
-        lanes: batches in flight.
-        slice_s, exchange_s, draw_s, wait_s: time of one lane's step on the compute worker: slices, messages, sampling,
-            waiting.
-        attention_s: time of one lane's step on the memory worker, including its replies.
+        batch: Sequences that decode.
+        live: Mean cached tokens of a sequence.
+        lanes: Batches in flight.
+        step_s: Time between two tokens of a sequence.
+        slice_s: Time in slices, of one lane's step on the compute worker.
+        exchange_s: Time for messages, of the same.
+        draw_s: Time for sampling, of the same.
+        wait_s: Time of waiting, of the same.
+        attention_s: Time of one lane's step on the memory worker, including its replies.
     """
 
     batch: int
@@ -245,8 +244,7 @@ def decode(path: Path, batches: Sequence[tuple[int, int]], lanes: int) -> list[R
 
 
 def _decode(engine: "Engine", batch: int, prompt: int) -> "Window":
-    """Run ``batch`` requests of ``prompt`` random tokens; returns the window in which all of them decode."""
-    from lamina.observe.decoding import decode_batch, decode_window
+    from lamina.observe.decode_timing import decode_batch, decode_window
 
     draw = random.Random(batch)
     prompts = [[draw.randrange(3, 900) for _ in range(prompt)] for _ in range(batch)]
@@ -279,8 +277,10 @@ def _run(spans: Mapping[str, Sequence["Span"]], batch: int, prompt: int, lanes: 
 
 
 def chunk_seconds(shape: ModelShape, chunks: Sequence[tuple[int, int]]) -> list[float]:
-    """Return seconds of a layer's causal attention of each of ``chunks`` (tokens, cached tokens before them), with
-    torch's number of threads: medians of ROUNDS runs."""
+    """Return seconds of a layer's causal attention of each of ``chunks`` (tokens, cached tokens before them).
+
+    Medians of ROUNDS runs, with torch's number of threads.
+    """
     import torch
 
     from lamina.core.types import AttentionSpec
@@ -309,7 +309,7 @@ def chunk_seconds(shape: ModelShape, chunks: Sequence[tuple[int, int]]) -> list[
 
 
 def fit_chunks(shape: ModelShape, chunks: Sequence[tuple[int, int]], seconds: Sequence[float]) -> ChunkFit:
-    """Fit the time of chunks' attention, of a model of this shape."""
+    """Fit a ``ChunkFit`` to measured ``seconds`` of ``chunks``."""
     own, prefix = np.array(chunks, dtype=np.float64).T
     rows = own * shape.query_heads
     flops = attention_flops(rows, own, prefix, shape.head_size)
@@ -324,7 +324,7 @@ def _chunk_s(shape: ModelShape, fit: ChunkFit, own: int, prefix: int) -> float:
 def fit_runtime(
     shape: ModelShape, curve: SliceCurve, alone: Sequence[Run], overlapped: Sequence[Run], chunks: ChunkFit
 ) -> RuntimeFit:
-    """Fit the overheads of the runtime to its timelines with one lane and with two. No parameter is negative."""
+    """Fit the runtime's overheads to runs with one lane (``alone``) and two (``overlapped``), all non-negative."""
     batch = np.array([run.batch for run in alone], dtype=np.float64)
     one = np.ones_like(batch)
     outside = [max(1e-6, run.slice_s - _slices_s(shape, curve, run.batch) + run.exchange_s) for run in alone]
@@ -347,7 +347,6 @@ def fit_runtime(
 
 
 def _slices_s(shape: ModelShape, curve: SliceCurve, rows: float) -> float:
-    """Return seconds of all slices of a step and of the output head, run back to back."""
     head = float(curve.predict_slice(rows, shape.vocabulary * shape.hidden))
     return shape.layers * float(curve.predict_slice(rows, shape.layer_parameters)) + head
 
@@ -359,7 +358,7 @@ class _Attention(NamedTuple):
     kv_bytes_s: float
 
     def predict_memory_step(self, shape: ModelShape, run: Run) -> float:
-        """Return what the memory worker needs for a step of ``run``."""
+        """Return seconds of a step of ``run`` on the memory worker."""
         read_s = run.batch * run.live * shape.kv_bytes_per_token / self.kv_bytes_s
         return read_s + shape.layers * float(self.curve.predict(run.batch, shape.query_heads))
 
@@ -383,7 +382,7 @@ def _attend(shape: ModelShape, alone: Sequence[Run]) -> _Attention:
 
 
 def _contention(shape: ModelShape, curve: SliceCurve, runtime: RuntimeFit, attention: _Attention, run: Run) -> float:
-    """Return the relative slowdown of slices and attention in a run with two lanes, while both pools worked."""
+    """Return the relative slowdown of slices and attention while both pools work, from a run with two lanes."""
     lane = replace(run, batch=run.batch // run.lanes)
     exchange_s = shape.layers * (runtime.exchange_s + runtime.exchange_row_s * lane.batch)
     compute_s, alone_s = run.slice_s + run.exchange_s, _slices_s(shape, curve, lane.batch) + exchange_s
@@ -392,7 +391,7 @@ def _contention(shape: ModelShape, curve: SliceCurve, runtime: RuntimeFit, atten
 
 
 def _least_squares(columns: Sequence[Floats], values: Sequence[float]) -> list[float]:
-    """Return non-negative coefficients of least relative error: a column with a negative coefficient is dropped."""
+    """Return non-negative coefficients of least relative error; columns with negative coefficients are dropped."""
     wanted = np.array(values)
     kept = list(range(len(columns)))
     while True:

@@ -1,7 +1,7 @@
 """Measures round trips and bandwidth of transports between two processes, on one machine or two.
 
-The far side listens and runs tasks that it receives over a ZeroMQ connection, which only holders of the shared secret
-can open. The near side connects, opens an endpoint on both sides and times messages through the endpoints' Python API.
+The far side listens and runs tasks that arrive over a ZeroMQ connection, which needs the shared secret. The near side
+connects, opens an endpoint on both sides and times messages through the endpoints' Python API.
 """
 
 import contextlib
@@ -43,9 +43,11 @@ class Result:
     """Figures of one transport, or of a program it is compared with, at one size.
 
     Attributes:
-        wait: how long a wait spins before it sleeps, see ``SPINS``.
-        round_trip_us: microseconds by percentile; None if not measured.
-        gigabytes_per_s: one way, in 1e9 bytes per second.
+        transport: Name of the transport or program.
+        wait: How waits spin before they sleep, a key of ``SPINS``.
+        nbytes: Size of a message.
+        round_trip_us: Microseconds by percentile; None if not measured.
+        gigabytes_per_s: One-way bandwidth in 1e9 bytes per second; None if not measured.
     """
 
     transport: str
@@ -56,13 +58,16 @@ class Result:
 
 
 class Task(msgspec.Struct, frozen=True):
-    """A task for the far side.
+    """A task for the far side. ``echo`` and ``take`` have no reply.
 
     Attributes:
-        name: open an endpoint of ``transport``, join that of ``descriptor``, echo or take ``count`` messages, or close.
-            Taking returns every slot by ringing the doorbell. Echoing and taking are not answered.
-        spin_s: how long waits of the endpoint spin.
-        nbytes: size of an echoed message.
+        name: "open" an endpoint of ``transport``, "join" the endpoint of ``descriptor``, "echo" ``count`` messages,
+            "take" ``count`` messages and return their slots by doorbells, or "close".
+        transport: Transport to open.
+        spin_s: How long waits of the endpoint spin.
+        descriptor: Descriptor of the near side's endpoint.
+        nbytes: Size of an echoed message.
+        count: Number of messages.
     """
 
     name: Literal["open", "join", "echo", "take", "close"]
@@ -74,14 +79,14 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What the far side answers: the descriptor of an opened endpoint, or why a task failed."""
+    """The far side's reply: the descriptor of an opened endpoint, or why a task failed."""
 
     descriptor: bytes = b""
     trouble: str = ""
 
 
 def slots_for(nbytes: int) -> int:
-    """Return the number of messages of a stream that are in flight at once."""
+    """Return the number of messages in flight in a stream."""
     return max(2, min(MAX_SLOTS, IN_FLIGHT_NBYTES // nbytes))
 
 
@@ -97,7 +102,6 @@ def make_endpoint(transport: Transport, name: str, spin_s: float, secret: Secret
 
 
 def _pair(context: zmq.Context[zmq.Socket[bytes]], secret: Secret, side: str) -> zmq.Socket[bytes]:
-    """Open a socket of one side, whose keys are derived from the shared secret."""
     socket = context.socket(zmq.PAIR)
     socket.linger = 0
     socket.curve_publickey, socket.curve_secretkey = secret.curve_keys(side)
@@ -237,7 +241,6 @@ class Near:
         return {f"p{percentile}": float(value) for percentile, value in zip(PERCENTILES, values, strict=True)}
 
     def _stream(self, nbytes: int, messages: int) -> float:
-        """Return the bandwidth of a stream of messages in gigabytes per second."""
         self._tell(Task("take", count=messages))
         message, slots, first = [os.urandom(nbytes)], slots_for(nbytes), self._sequence
         start = time.perf_counter()

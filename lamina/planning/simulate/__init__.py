@@ -1,4 +1,4 @@
-"""Simulates serving a trace by discrete events: the runtime's own decisions, or baselines, under a virtual clock.
+"""Simulates serving a trace by discrete events: the runtime's own scheduler, or baselines, under a virtual clock.
 
     deployment = Deployment(model=model_shapes.find("Llama-2-13B"), compute=catalogue["a100"], compute_workers=2,
                             memory=catalogue["rtx3090"], memory_workers=6)
@@ -53,15 +53,16 @@ def simulate(
     """Serve ``arrivals`` on ``deployment`` in virtual time until the last request has ended.
 
     Args:
+        deployment: The pools.
+        arrivals: The requests.
         system: Lamina and disaggregation use both pools of the deployment (the latter prefills on compute and decodes
             on memory workers); the others use the compute pool alone.
-        faults: failures and slowdowns of workers.
-        recorded: how many of the latest spans of Lamina's workers to keep.
-        on_progress: called now and then with the number of requests that have ended.
+        faults: Failures and slowdowns of workers.
+        recorded: How many of the latest spans of Lamina's workers to keep.
+        on_progress: Called periodically with the number of requests that have ended.
 
-    Raises:
-        ConfigError: the weights do not fit, a pool or a worker is missing or superfluous, or lanes and pipelining are
-            incompatible.
+    Raises ConfigError if the weights do not fit, a pool or a worker is missing or superfluous, or lanes and pipelining
+    are incompatible.
     """
     check_faults(deployment, faults)
     collects = gc.isenabled()

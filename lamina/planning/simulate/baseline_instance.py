@@ -1,9 +1,9 @@
 """Simulates one engine of the baselines: a copy of the weights with a paged KV cache and continuous batching.
 
-As in vLLM, KV is allocated in blocks of 16 tokens as needed; when none is left, the sequence that came last is
-preempted and recomputed later. Two policies: whole prompts first while decoding waits (``chunked`` False); or decoding
-first, with chunks of prompts filling the rest of each step (Sarathi-Serve). Prompts whose content is known share the KV
-of equal prefixes, as vLLM does.
+As in vLLM, KV is allocated in blocks of 16 tokens as needed; when no block is left, the latest sequence is preempted
+and recomputed later. Two policies: whole prompts first while decoding waits (``chunked`` False); or decoding first,
+with chunks of prompts filling the rest of each step (Sarathi-Serve). Prompts whose content is known share the KV of
+equal prefixes.
 """
 
 import collections
@@ -24,23 +24,21 @@ BLOCK = 16  # tokens of KV per block
 
 @dataclass(slots=True)
 class _Unit:
-    """The number of blocks of a unit, and of the sequences that hold them."""
-
     blocks: int
     holders: int = 0
 
 
 class Prefixes:
-    """The prefixes that have KV in an engine: blocks of equal prefixes are shared, and idle ones evicted.
+    """Prefix cache of an engine: sequences share blocks of equal prefixes, and idle blocks are evicted.
 
     Blocks are counted by *unit*: a run of tokens of a trace (``lamina.planning.plan.workload``) without its last token,
     or that token. A unit owns the blocks that end in it. Idle units count as free blocks; the least recently used are
     evicted when blocks are needed.
 
     Attributes:
-        idle: blocks of units that no sequence holds.
-        queried: tokens of admitted prompts.
-        hit: how many were found.
+        idle: Blocks of units that no sequence holds.
+        queried: Tokens of admitted prompts.
+        hit: Tokens of admitted prompts that were found.
     """
 
     def __init__(self) -> None:
@@ -72,15 +70,15 @@ class Prefixes:
         return found
 
     def held(self, keys: list[int]) -> int:
-        """Return blocks of ``keys`` that some sequence holds already."""
+        """Return the number of blocks of ``keys`` that sequences hold already."""
         return sum(self._units[key].blocks for key in keys if self._units[key].holders)
 
     def blocks(self, keys: list[int]) -> int:
-        """Return blocks of ``keys``."""
+        """Return the number of blocks of ``keys``."""
         return sum(self._units[key].blocks for key in keys)
 
     def acquire(self, keys: list[int]) -> int:
-        """Let another sequence hold ``keys``. Returns how many blocks were idle until now."""
+        """Let another sequence hold ``keys``; return how many blocks were idle until now."""
         woken = 0
         for key in keys:
             unit = self._units[key]
@@ -90,8 +88,8 @@ class Prefixes:
         self.idle -= woken
         return woken
 
-    def let_go(self, keys: list[int]) -> int:
-        """Let a sequence no longer hold ``keys``. Returns how many blocks become idle."""
+    def release(self, keys: list[int]) -> int:
+        """Let a sequence no longer hold ``keys``; return how many blocks become idle."""
         idle = 0
         for key in reversed(keys):  # the end of a prefix is evicted before its beginning
             unit = self._units[key]
@@ -105,8 +103,8 @@ class Prefixes:
     def publish(self, content: Content, held: list[int], tokens: int) -> list[int]:
         """Publish the first ``tokens`` of ``content``, which now have KV: units after ``held`` can be found.
 
-        Returns all keys that the sequence holds. Stops at a unit that another sequence has published: this one then
-        keeps its own copy of the rest.
+        Stops at a unit that another sequence has published; the sequence then keeps its own copy of the rest. Returns
+        all keys that the sequence holds.
         """
         keys = self.keys(content)
         blocks = [last for _, last in keys]
@@ -133,13 +131,14 @@ class Running:
     """A request in an instance.
 
     Attributes:
-        index, prompt: of the request.
-        drawn: tokens generated so far.
-        content: what its prompt says, and its answer; empty: unlike any other.
-        cached: tokens with KV in this instance.
-        target: cached tokens needed before the next token can be generated.
+        index: Index of the request.
+        prompt: Its prompt tokens.
+        drawn: Tokens generated so far.
+        content: Its prompt and answer as runs of tokens; empty if it shares no prefix.
+        cached: Tokens with KV in this instance.
+        target: Cached tokens needed before the next token can be generated.
         blocks: KV blocks that it holds.
-        shared: keys of those that other requests may hold too.
+        shared: Keys of its blocks that other requests may hold too.
     """
 
     __slots__ = ("blocks", "cached", "content", "drawn", "index", "prompt", "shared", "target")
@@ -179,14 +178,19 @@ class Instance:
     """Plans steps, one at a time, and predicts how long they take.
 
     Attributes:
-        blocks, free: KV blocks in total, and those that no sequence holds; some of these are in ``prefixes``.
-        waiting, running: requests; ``coming``: requests whose KV is being moved here.
-        preempted: number of preemptions.
-        factor: slowdown of everything.
-        entering: requests whose prompts are received and tokenized, one after another.
-        received_until_s: when the last of them is tokenized.
-        busy_s, sent_s: seconds in completed steps, and of its NICs.
-        idle, lost: whether no step runs; whether it has failed.
+        blocks: All KV blocks.
+        free: Blocks that no sequence holds, including idle blocks of ``prefixes``.
+        waiting: Requests that wait.
+        running: Requests that run.
+        coming: Requests whose KV is moving here.
+        preempted: Number of preemptions.
+        factor: Slowdown of everything.
+        entering: Requests whose prompts are tokenized, one after another.
+        received_until_s: When the last of them is tokenized.
+        busy_s: Seconds in completed steps.
+        sent_s: Seconds for which its NICs were busy.
+        idle: Whether no step runs.
+        lost: Whether it has failed.
     """
 
     def __init__(
@@ -218,26 +222,25 @@ class Instance:
 
     @property
     def load(self) -> int:
-        """Requests that are received, wait or run here."""
+        """Number of requests that are tokenized, wait or run."""
         return self.entering + len(self.waiting) + len(self.running)
 
     def could_hold(self, tokens: int) -> bool:
-        """Return whether a request of ``tokens`` fits at all."""
+        """Return whether a request of ``tokens`` fits an empty instance."""
         return blocks_of(tokens) <= self.blocks - self._watermark
 
     def has_room(self, tokens: int, held: int = 0) -> bool:
-        """Return whether a request of ``tokens``, ``held`` blocks of which others hold too, could be admitted now."""
+        """Return whether a request of ``tokens`` could be admitted now. ``held``: blocks that others hold already."""
         seats = len(self.running) + len(self.coming) < self._seats
         return seats and blocks_of(tokens) - held <= self.left - self._watermark
 
-    def found(self, sequence: Running) -> list[int]:
-        """Return keys of the longest prefix of a waiting request that is kept here; its last token is computed in any
-        case."""
+    def cached_prefix(self, sequence: Running) -> list[int]:
+        """Return keys of a waiting request's longest cached prefix; its last token is always computed."""
         return self.prefixes.find_prefix(sequence.content, sequence.target - 1) if sequence.content else []
 
     @property
     def left(self) -> int:
-        """Blocks that sequences here may still take."""
+        """Number of blocks that running sequences may still allocate."""
         return self.free
 
     @property
@@ -245,29 +248,29 @@ class Instance:
         return int(self.blocks * WATERMARK)
 
     def allocate(self, sequence: Running) -> None:
-        """Allocate blocks for the cached or target tokens of a sequence. There must be room."""
+        """Allocate blocks for the cached or target tokens of a sequence, which must be free."""
         self.grow(sequence, blocks_of(max(sequence.cached, sequence.target)) - sequence.blocks)
 
     def grow(self, sequence: Running, blocks: int) -> None:
-        """Allocate so many more blocks for a sequence. There must be room."""
+        """Allocate ``blocks`` more blocks for a sequence, which must be free."""
         sequence.blocks += blocks
         self.free -= blocks
         self.prefixes.evict(self.free)
 
-    def let_go(self, sequence: Running) -> None:
+    def free_blocks(self, sequence: Running) -> None:
         """Free the blocks of a sequence."""
-        self.give_back(*self.hand_over(sequence))
+        self.free_detached(*self.detach_blocks(sequence))
 
-    def hand_over(self, sequence: Running) -> tuple[int, list[int]]:
-        """Return the blocks of a sequence, which loses them. They stay in use until ``give_back``."""
+    def detach_blocks(self, sequence: Running) -> tuple[int, list[int]]:
+        """Take the blocks of a sequence, whose KV then moves; they stay in use until ``free_detached``."""
         held = sequence.blocks, sequence.shared
         sequence.blocks, sequence.shared = 0, []
         return held
 
-    def give_back(self, blocks: int, shared: list[int]) -> None:
-        """Free what ``hand_over`` returned."""
+    def free_detached(self, blocks: int, shared: list[int]) -> None:
+        """Free the blocks returned by ``detach_blocks``."""
         own = blocks - self.prefixes.blocks(shared)
-        self.free += own + self.prefixes.let_go(shared)
+        self.free += own + self.prefixes.release(shared)
 
     def plan(self) -> Batch | None:
         """Return the next step; None if there is nothing to do."""
@@ -280,8 +283,7 @@ class Instance:
         return batch if batch.decoding or batch.chunks else None
 
     def _decoding(self) -> list[Running]:
-        """Return the sequences that can decode, each with room for one more token; the last ones are preempted to make
-        room."""
+        """Return the sequences that decode, each with a block for its next token; preempt the latest ones if needed."""
         decoding = [sequence for sequence in self.running if sequence.cached >= sequence.target]
         full = [sequence for sequence in decoding if sequence.cached == sequence.blocks * BLOCK]
         for sequence in full:
@@ -293,7 +295,7 @@ class Instance:
 
     def _preempt(self, victim: Running) -> None:
         self.running.remove(victim)
-        self.let_go(victim)
+        self.free_blocks(victim)
         victim.cached, victim.target = 0, victim.prompt + victim.drawn
         self.waiting.appendleft(victim)
         self.preempted += 1
@@ -303,7 +305,7 @@ class Instance:
         budget = self._rows
         while self._next_has_room():
             first = self.waiting[0]
-            if chunks and first.target - BLOCK * self.prefixes.blocks(self.found(first)) > budget:
+            if chunks and first.target - BLOCK * self.prefixes.blocks(self.cached_prefix(first)) > budget:
                 break
             sequence = self._admit()
             chunks.append(Chunk(sequence, sequence.cached, sequence.target - sequence.cached))
@@ -312,11 +314,10 @@ class Instance:
 
     def _next_has_room(self) -> bool:
         return bool(self.waiting) and self.has_room(
-            self.waiting[0].target, self.prefixes.held(self.found(self.waiting[0]))
+            self.waiting[0].target, self.prefixes.held(self.cached_prefix(self.waiting[0]))
         )
 
     def _chunks(self, budget: int) -> list[Chunk]:
-        """Return chunks of prompts that have begun, then of new ones."""
         chunks: list[Chunk] = []
         begun = [sequence for sequence in self.running if sequence.cached < sequence.target]
         while budget > 0 and (begun or self._next_has_room()):
@@ -328,7 +329,7 @@ class Instance:
 
     def _admit(self) -> Running:
         sequence = self.waiting.popleft()
-        sequence.shared = self.found(sequence)
+        sequence.shared = self.cached_prefix(sequence)
         sequence.blocks = self.prefixes.blocks(sequence.shared)
         sequence.cached = BLOCK * sequence.blocks
         self.free -= self.prefixes.acquire(sequence.shared)
@@ -343,7 +344,7 @@ class Instance:
         return float(self.run_seconds(batch, 1)[0])
 
     def run_seconds(self, batch: Batch, steps: int) -> Floats:
-        """Return the seconds of each of so many steps of one batch, which has no chunks if there are several."""
+        """Return the seconds of each of ``steps`` steps of one batch, which has no chunks if ``steps`` > 1."""
         layers, cost, tp, engine = self._cost.shape.layers, self._cost, self._tp, self._engine
         decoding = len(batch.decoding)
         rows = decoding + sum(chunk.length for chunk in batch.chunks)
@@ -368,7 +369,7 @@ class Instance:
         return inner[rows] if rows < len(inner) else float(self._cost.slice_seconds(rows, self._tp))
 
     def complete(self, batch: Batch) -> list[Running]:
-        """Record that a step has run. Returns the sequences that generated a token."""
+        """Record that a step has run; return the sequences that generated a token."""
         drew = list(batch.decoding)
         for sequence in drew:
             sequence.cached += 1
@@ -382,7 +383,6 @@ class Instance:
         return drew
 
     def _publish(self, sequence: Running) -> None:
-        """Let other sequences share what a sequence has computed."""
         if sequence.content:
             sequence.shared = self.prefixes.publish(sequence.content, sequence.shared, sequence.cached)
 
@@ -390,4 +390,4 @@ class Instance:
         """Remove a running sequence that has ended."""
         self._publish(sequence)
         self.running.remove(sequence)
-        self.let_go(sequence)
+        self.free_blocks(sequence)

@@ -1,8 +1,8 @@
 """Simulates the systems that Lamina is compared with, on the same cost model and arrivals.
 
-* Tensor parallel and chunked prefill: every group of ``tensor_parallel`` compute workers is an ``Instance`` that does
-  everything; a request goes to the instance with the fewest requests, or to one with more than half of its prompt
-  cached, unless that has far more of them.
+* Tensor parallel and chunked prefill: every group of ``tensor_parallel`` compute workers is an ``Instance`` for whole
+  requests; a request goes to the instance with the fewest requests, or to one with more than half of its prompt
+  cached, unless that one has far more requests.
 * Disaggregated: instances on the compute pool prefill, those on the memory pool decode. A request's KV stays on the
   prefill instance until a decode instance has room, and then moves over both NICs, as in DistServe.
 
@@ -149,20 +149,17 @@ class BaselineSimulation:
         self._begin(instance, now)
 
     def _content(self, index: int, output: int) -> Content:
-        """Return what a request's KV says in the end: its prompt, and its answer if later prompts may repeat that."""
         if not self._deployment.prefix_cache or not len(self._arrivals.contents):
             return ()
         prompt, answer = self._arrivals.contents[index], self._arrivals.answers[index]
         return prompt if answer is None or not prompt else (*prompt, (answer, output))
 
     def _held(self, prompt: int, output: int) -> int:
-        """Return the most tokens that the first instance will hold for a request."""
         return prompt if self._decode else prompt + output
 
     # -- steps --------------------------------------------------------------------------------------------------
 
     def _begin(self, instance: Instance, now: float) -> None:
-        """Start the next step of an idle instance."""
         if instance.lost or not instance.idle:
             return
         batch = instance.plan()
@@ -174,8 +171,7 @@ class BaselineSimulation:
         self._at(now + seconds, partial(self._end, instance, batch, seconds))
 
     def _repeat(self, instance: Instance, batch: Batch, now: float) -> tuple[float, float]:
-        """Run all steps of a batch but the last of those that nothing can interrupt. Returns when that begins, and the
-        seconds that it takes."""
+        """Run all but the last of a batch's uninterruptible steps; return the last step's start and length."""
         until = min(self._next_arrival_s(now), self._events[0][0] if self._events else math.inf)
         steps = instance.steps_alike(batch)
         if until <= now or steps <= 1:
@@ -213,7 +209,7 @@ class BaselineSimulation:
     # -- moving KV from prefill to decode -----------------------------------------------------------------------
 
     def _pull(self, now: float) -> None:
-        """Move finished prompts to decode instances, first come first served, while those have room."""
+        """Move finished prompts to decode instances, first come first served, while these have free blocks."""
         while self._prefilled:
             source, sequence = self._prefilled[0]
             able = [
@@ -235,7 +231,7 @@ class BaselineSimulation:
         for instance in (source, target):
             instance.sent_until_s = end
             instance.sent_s += seconds
-        held = source.hand_over(sequence)
+        held = source.detach_blocks(sequence)
         target.allocate(sequence)
         target.coming.append(sequence)
         self._moving[sequence] = source, target
@@ -245,7 +241,7 @@ class BaselineSimulation:
         if sequence not in self._moving:  # one of its ends was lost
             return
         source, target = self._moving.pop(sequence)
-        source.give_back(*held)
+        source.free_detached(*held)
         target.coming.remove(sequence)
         target.running.append(sequence)
         self._begin(source, now)
@@ -265,7 +261,7 @@ class BaselineSimulation:
             if source.lost or target.lost:
                 del self._moving[sequence]
                 target.coming.remove(sequence)
-                target.let_go(sequence)
+                target.free_blocks(sequence)
                 ending.append(sequence)
         stranded = not _alive(self._decode)
         if self._decode:
@@ -307,11 +303,11 @@ def _alive(instances: Sequence[Instance]) -> list[Instance]:
 
 
 def _chosen(able: Sequence[Instance], request: Running) -> Instance:
-    """Return the instance that a router sends a request to: as SGLang's, by what is cached while loads are balanced."""
+    """Return the instance for a request: like SGLang's router, by cached prefix while loads are balanced."""
     least = min(able, key=lambda instance: instance.load)
     if not request.content:
         return least
-    hits = {id(one): BLOCK * one.prefixes.blocks(one.found(request)) for one in able}
+    hits = {id(one): BLOCK * one.prefixes.blocks(one.cached_prefix(request)) for one in able}
     best = max(able, key=lambda one: (hits[id(one)], -one.load))
     near = hits[id(best)] > request.prompt / 2 and best.load <= AFFINITY * least.load + SLACK
     return best if near else least

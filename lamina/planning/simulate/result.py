@@ -35,7 +35,7 @@ BUSY = 0.8
 
 
 class _Recorded:
-    """The figures of ``_native.TokenTimes`` that a log needs after its run."""
+    """Picklable copy of the figures of ``_native.TokenTimes``, after a run."""
 
     def __init__(self, first_s: Floats, drawn: Ints, longest_gap_s: Floats, gaps: tuple[Floats, Ints]) -> None:
         self._figures = first_s, drawn, longest_gap_s, gaps
@@ -54,7 +54,7 @@ class _Recorded:
 
 
 class RequestLog:
-    """Records the outcome of every request, by its index among the arrivals, and every time between two tokens."""
+    """Records the outcome of every request, by its index, and every time between two tokens."""
 
     def __init__(self, arrivals: Arrivals) -> None:
         count = len(arrivals)
@@ -70,7 +70,7 @@ class RequestLog:
         return {**vars(self), "_tokens": recorded}  # a log from another process is complete
 
     def draw(self, now_s: float, requests: Ints) -> list[int]:
-        """Record a token for each of ``requests``. Returns the positions in it of those that are now complete."""
+        """Record a token for each of ``requests``; return the positions of requests that are now complete."""
         assert not isinstance(self._tokens, _Recorded)
         return self._tokens.draw(now_s, requests)
 
@@ -91,7 +91,7 @@ class RequestLog:
 
     @property
     def gaps(self) -> tuple[Floats, NDArray[np.int64]]:
-        """(times between two tokens of a request, counts): unsorted, and a time may occur several times."""
+        """Return (times between two tokens of a request, counts), unsorted; a time may occur several times."""
         return self._tokens.gaps()
 
     def end(self, index: int, state: State, now_s: float) -> None:
@@ -120,8 +120,12 @@ class PoolUse:
     """Utilisation of one pool, as shares of the simulated time.
 
     Attributes:
-        busy, busiest: mean over its workers, and that of the busiest worker.
-        network: of the busiest NIC of its workers, in the busier direction.
+        name: Name of the pool.
+        kind: Kind of its workers.
+        workers: Number of workers.
+        busy: Mean over the workers.
+        busiest: Utilisation of the busiest worker.
+        network: Utilisation of the busiest NIC, in the busier direction.
     """
 
     name: str
@@ -137,8 +141,9 @@ class Decisions:
     """CPU time of the engine's decisions on the machine that runs the simulation.
 
     Attributes:
-        steps, rows: how many were planned.
-        seconds: by kind of decision.
+        steps: Planned steps.
+        rows: Planned rows.
+        seconds: CPU seconds by kind of decision.
     """
 
     steps: int = 0
@@ -160,17 +165,19 @@ class Result:
     """The result of one simulation.
 
     Attributes:
-        system: the simulated system.
-        log: the outcome of every request.
-        seconds: from the first arrival to the last end.
-        pools: their utilisation.
-        usd_per_hour: cost of all pools, or None where no market was given.
-        queued: share of the time in which requests waited to be admitted.
-        refused: share in which the first of them waited for room, in KV slots or among ``max_num_seqs``.
+        system: The simulated system.
+        log: The outcome of every request.
+        seconds: Time from the first arrival to the last end.
+        pools: Utilisation of the pools.
+        usd_per_hour: Cost of all pools; None without prices.
+        queued: Share of the time in which requests waited to be admitted.
+        refused: Share of the time in which the first waiting request lacked KV slots or a place in ``max_num_seqs``.
+        steps: Completed steps.
+        preempted: Number of preemptions.
+        prefix_queried: Prompt tokens of admitted requests.
+        prefix_hit: Those of ``prefix_queried`` found in a prefix cache.
         decisions: CPU time of the engine, the only part that differs from run to run.
-        preempted: number of preemptions, whose KV was recomputed.
-        prefix_queried, prefix_hit: prompt tokens of admitted requests, and those found in a prefix cache.
-        spans: recorded activity by worker.
+        spans: Recorded activity by worker.
     """
 
     system: str
@@ -210,8 +217,10 @@ class Result:
 
     @property
     def sustained_requests_s(self) -> float:
-        """Requests finished per second during the second half of the arrivals: without the start and the end, when few
-        run. If it is below the rate of the arrivals, queues grow."""
+        """Requests finished per second during the second half of the arrivals, without the run's start and end.
+
+        Queues grow if it is below the arrival rate.
+        """
         arrival_s = self.log.arrivals.arrival_s
         middle, last = float(arrival_s[len(arrival_s) // 2]), float(arrival_s[-1])
         if last <= middle:
@@ -221,8 +230,10 @@ class Result:
 
     @property
     def growth(self) -> float:
-        """Share of the time by which waits grow, from the third to the last quarter of the arrivals: in a system that
-        gets so many more requests than it serves. About 0 if it serves all; 0 too if all arrive at once."""
+        """Growth of waits from the third to the last quarter of the arrivals, as a share of the elapsed time.
+
+        It is the share of requests beyond the capacity: about 0 if all are served; 0 too if all arrive at once.
+        """
         arrival_s = self.log.arrivals.arrival_s
         quarter = len(arrival_s) // 4
         third, last = slice(-2 * quarter, -quarter), slice(-quarter, None)
@@ -235,21 +246,22 @@ class Result:
 
     @property
     def served_requests_s(self) -> float:
-        """Requests per second that the system serves while others arrive: those that do, less those that only make
-        queues longer."""
+        """Requests per second that the system serves while others arrive: arrivals without the queue's ``growth``."""
         offered = self.offered_requests_s
         return offered / (1 + max(0.0, self.growth)) if offered else self.requests_s
 
     @property
     def ttft_s(self) -> Percentiles:
-        """From a request's arrival to its first token."""
+        """Time to first token."""
         waits = self.log.first_s - self.log.arrivals.arrival_s
         return _percentiles(waits[~np.isnan(waits)])
 
     @property
     def stalled_s(self) -> Percentiles:
-        """From a request's arrival to its first token, and its longest later wait for one. A system that keeps requests
-        between prefill and decoding stalls each of them once, which the percentiles of all gaps do not show."""
+        """Time to first token plus the request's longest later gap.
+
+        It shows a stall between prefill and decode, which occurs once per request and is lost among all gaps.
+        """
         waits = self.log.first_s - self.log.arrivals.arrival_s + np.nan_to_num(self.log.longest_gap_s)
         return _percentiles(waits[~np.isnan(waits)])
 
@@ -273,9 +285,8 @@ class Result:
 
     @property
     def bottleneck(self) -> str:
-        """The busiest workers or NICs. Where none is busy and yet requests are queued: the room to admit them if that
-        was lacking, else the lanes, each of which waits for one pool and then the other.
-        """
+        """The busiest workers or NICs. If none is busy and yet requests are queued: admission if KV slots were lacking,
+        else the lanes, each of which waits for one pool and then the other."""
         uses = [(pool.busiest, f"{pool.name} workers") for pool in self.pools]
         uses += [(pool.network, f"network of {pool.name} workers") for pool in self.pools]
         share, what = max(uses)
@@ -286,7 +297,7 @@ class Result:
         return what if share else "nothing"
 
     def summary(self) -> dict[str, Any]:
-        """Return all figures except single requests, for JSON; None where there is no number. Equal for equal seeds."""
+        """Return all figures except single requests, for JSON, with None for NaN. Equal for equal seeds."""
         return {
             "system": self.system,
             "requests": {state.value: self.log.count(state) for state in State},
@@ -326,8 +337,7 @@ def _percentiles(values: Floats) -> Percentiles:
 def write_requests(file: Path, log: RequestLog) -> None:
     """Write one row per request, in seconds and tokens, to a .csv or .parquet file; missing values stay empty.
 
-    Raises:
-        ConfigError: the file has another suffix, or pyarrow, which writes Parquet, is not installed.
+    Raises ConfigError if the file has another suffix, or pyarrow, which writes Parquet, is not installed.
     """
     check_requests_file(file)
     arrivals = log.arrivals
@@ -356,7 +366,7 @@ def write_requests(file: Path, log: RequestLog) -> None:
 
 
 def check_requests_file(file: Path) -> None:
-    """Check the suffix of a file for ``write_requests``. Raises like that."""
+    """Check that ``write_requests`` can write a file. Raises ConfigError."""
     if file.suffix not in (".csv", ".parquet"):
         raise ConfigError(f"cannot write requests to {file}: give a file name that ends in .csv or .parquet")
     if file.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:

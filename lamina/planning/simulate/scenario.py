@@ -1,4 +1,4 @@
-"""Describes what to simulate: requests that arrive, a model on pools with its settings, failures and slowdowns."""
+"""Describes what to simulate: arriving requests, a deployment of a model on pools, failures and slowdowns."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -28,12 +28,14 @@ class Arrivals:
     """Requests in the order in which they arrive: arrays of one length.
 
     Attributes:
-        arrival_s: seconds since the first one, non-decreasing.
-        prompt, output: tokens, at least 1.
-        max_tokens: output tokens that each request asks for; one with a longer output asks for exactly that.
-        contents, answers: what prompts say, and ids of outputs, as in ``TracedRequest``; empty: no two are alike.
-        concurrency: requests that are in the system at once: each further request arrives when one ends, and the run
-            writes its time into ``arrival_s``. 0: requests arrive at their times.
+        arrival_s: Seconds since the first arrival, non-decreasing.
+        prompt: Prompt tokens, at least 1.
+        output: Output tokens, at least 1.
+        max_tokens: ``max_tokens`` of every request; a request with a longer output asks for this output's length.
+        contents: Contents of prompts as in ``TracedRequest``; empty if no prompts share prefixes.
+        answers: Ids of outputs as in ``TracedRequest``; empty like ``contents``.
+        concurrency: Requests in the system at once: each further request arrives when one ends, and the run writes its
+            time into ``arrival_s``. 0: requests arrive at their times.
     """
 
     arrival_s: Floats
@@ -46,7 +48,7 @@ class Arrivals:
 
     @property
     def asked(self) -> Ints:
-        """Output tokens that each request asks for, at least those it generates."""
+        """``max_tokens`` of each request, at least its output."""
         return np.maximum(self.output, self.max_tokens)
 
     def __len__(self) -> int:
@@ -71,10 +73,9 @@ def replay(trace: Iterable[TracedRequest], rate_scale: float = 1.0, max_tokens: 
 def draw(
     trace: Iterable[TracedRequest], count: int, seed: int, rate_scale: float = 1.0, max_tokens: int = 1
 ) -> Arrivals:
-    """Draw ``count`` requests with pairs of lengths (prompt, output) from a trace.
+    """Draw ``count`` requests with pairs of lengths (prompt, output) from a trace, without shared prefixes.
 
-    They arrive in a Poisson process at ``rate_scale`` times the trace's mean rate, and have nothing in common: what
-    prompts share depends on the order of the trace, which only ``replay`` keeps. Raises ConfigError for a scale not
+    They arrive in a Poisson process at ``rate_scale`` times the trace's mean rate. Raises ConfigError for a scale not
     above 0, or a trace without a rate.
     """
     _check(rate_scale)
@@ -99,26 +100,25 @@ def _check(rate_scale: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """A model on ``compute_workers`` devices and, if the system has a second pool, ``memory_workers`` more.
+    """A model on pools, with its settings.
+
+    Attributes that ``lamina.config.engine_config.EngineConfig`` has too are described there; systems other than Lamina
+    use only ``max_num_seqs``, ``max_num_batched_tokens`` and ``prefix_cache`` of them.
 
     Attributes:
-        compute, memory: hardware of each pool's workers.
-        prefill, prefill_workers: hardware and number of further workers with weights, which only run prompts; the
-            others then only decode. None, 0: each does both.
-        local: KV lies beside the weights, as with ``--memory local``: no memory workers, and each copy of the weights
-            has the KV of its own requests.
-        tensor_parallel: devices that together hold one copy of the weights.
-        lanes, pipelining, slo_tbt_ms, max_num_seqs, max_num_batched_tokens: as in
-        ``lamina.config.engine_config.EngineConfig``; the
-            last two mean the same for every system: sequences that a copy of the weights decodes at once, rows of a
-            step.
-        kv_tokens_per_worker, prefix_cache, balance: as in ``EngineConfig``; the first and the last have no meaning for
-            other systems.
-        policy, slo_ttft_ms: the order of requests, as in ``EngineConfig``; without meaning for other systems.
-        profile: measured fits, which replace the package's for the kinds that it has.
-        prices: the market in which it is paid; None leaves out what it costs.
-        engine: what the engine of every system needs besides its kernels. Lamina's own was not measured on GPUs and is
-            taken to need as much; where a profile has its times, these count instead.
+        model: The model.
+        compute: Hardware of the compute pool.
+        compute_workers: Devices of the compute pool.
+        memory: Hardware of the second pool; None without one.
+        memory_workers: Devices of the second pool.
+        prefill: Hardware of workers that only run prompts, so that ``compute`` only decodes; None: compute does both.
+        prefill_workers: Number of these workers.
+        local: KV is beside the weights, as with ``--memory local``, without memory workers.
+        tensor_parallel: Devices that hold one copy of the weights.
+        profile: Measured fits, which replace the package's.
+        prices: The market; None: no costs.
+        engine: Overheads of every system's engine, unless ``profile`` includes them. Lamina's own were not measured on
+            GPUs and are taken to be the same.
     """
 
     model: ModelShape
@@ -183,7 +183,7 @@ class Deployment:
 
     @property
     def prompts_alone(self) -> "Deployment":
-        """Return the deployment whose compute pool is the workers for prompts, of which there must be some."""
+        """Return the deployment whose compute pool is the prefill pool, which must exist."""
         assert self.prefill is not None
         return replace(
             self, compute=self.prefill, compute_workers=self.prefill_workers, prefill=None, prefill_workers=0
@@ -212,7 +212,7 @@ class Deployment:
 
     @property
     def host(self) -> Engine:
-        """What Lamina's engine needs besides its kernels."""
+        """Overheads of Lamina's engine."""
         return self.engine if self.compute_cost.fits.runtime is AS_PUBLISHED else NO_OVERHEAD
 
     @property
@@ -245,7 +245,7 @@ class Deployment:
 
 @lru_cache(maxsize=32)
 def _cost_model(shape: ModelShape, hardware: Hardware, profile: ProfileStore | None) -> CostModel:
-    """Return one object for all deployments of a model on a kind, so that what is tabulated of it is tabulated once."""
+    """Return a cost model, cached so that all deployments share its tables."""
     return CostModel(shape, hardware, Fits.load(hardware, profile))
 
 

@@ -1,4 +1,4 @@
-"""Predicts how long a step's slices, attentions and messages take."""
+"""Predicts how long a simulated step's slices, attentions and messages take."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -20,13 +20,12 @@ _BEFORE_ATTENTION = ("input_layernorm", "attn_pre_proj", "attn_rope")
 
 @lru_cache(maxsize=32)
 def slice_times(cost: CostModel, tensor_parallel: int, most_rows: int) -> "SliceTimes":
-    """Return the table of ``SliceTimes``. It takes as long as a short simulation, and the runs of a plan need the
-    same."""
+    """Return the ``SliceTimes``, cached: making the table takes as long as a short simulation."""
     return SliceTimes(cost, tensor_parallel, most_rows)
 
 
 class SliceTimes:
-    """Seconds of a step's slices by rows, on ``tensor_parallel`` devices, tabulated because they are needed often."""
+    """Table of the seconds of a step's slices by rows, on ``tensor_parallel`` devices."""
 
     def __init__(self, cost: CostModel, tensor_parallel: int, most_rows: int) -> None:
         rows = np.maximum(np.arange(most_rows + 1), 1)
@@ -45,8 +44,7 @@ class SliceTimes:
 
 
 def _tokens(places: Places, position: int) -> list[tuple[int, int]]:
-    """Return each worker with a part of a sequence, and how many tokens before ``position`` it has: a worker attends to
-    all of its segments at once. The worker of the last segment comes last."""
+    """Return (worker, tokens before ``position``) of each worker with segments, the last segment's worker last."""
     held: dict[int, int] = {}
     for home, first, stop in places:
         tokens = max(0, (position if stop is None else min(stop, position)) - first)
@@ -55,14 +53,11 @@ def _tokens(places: Places, position: int) -> list[tuple[int, int]]:
 
 
 class _Model:
-    """What steps with and without messages have in common: tabulated slices, sampling and the engine's own time."""
-
     def __init__(self, deployment: Deployment) -> None:
         self._compute, self._engine = deployment.compute_cost, deployment.host
         self._slices = slice_times(self._compute, deployment.tensor_parallel, deployment.max_num_batched_tokens)
 
     def _last_s(self, rows: int, draws: int) -> float:
-        """Return the seconds from the last attention of a step to its tokens, of which there are ``draws``."""
         runtime, engine, slices = self._compute.fits.runtime, self._engine, self._slices
         drawing_s = runtime.step_s + engine.step_s + (runtime.step_row_s + engine.step_row_s) * draws
         return slices.after[rows] + slices.ends[draws] + drawing_s
@@ -178,8 +173,7 @@ class LocalStepModel(_Model):
     def times(
         self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int], split: Mapping[int, Places]
     ) -> tuple[int, _native.StepTimes]:
-        """Return the rows and times of one step. All KV is here: ``homes``, ``chunk_homes`` and ``split`` say nothing
-        more."""
+        """Return the rows and times of one step. The other arguments are unused: all KV is local."""
         starts, cost, tp = plan.decoding.starts, self._compute, self._tp
         rows, attention_s = len(starts), 0.0
         if starts:
@@ -201,5 +195,5 @@ class LocalStepModel(_Model):
         )
 
     def migration_seconds(self, tokens: int) -> float:
-        """Nothing moves: there is no other place."""
+        """Raise AssertionError: with local memory, no KV moves."""
         raise AssertionError(f"{tokens} tokens are to move, but only the compute worker has memory")

@@ -1,4 +1,4 @@
-"""Finds how much load a way to serve takes, by simulating it at rising rates until a percentile breaks."""
+"""Finds the highest load of a way within the SLOs, by simulations at different rates."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -47,16 +47,15 @@ SEED = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """The highest load within the SLOs. Dollars of prompts and outputs together are what the pools cost, divided as the
-    closed form divides the compute pool's time between them.
+    """The highest load within the SLOs. Costs are divided between prompts and outputs as in the closed form.
 
     Attributes:
-        capacity: the closed form's.
-        rate: requests per second that the run was made for.
-        error: share by which the rate that just holds may differ: the distance to the lowest rate that did not hold,
-            and what chance makes of the lengths and times of so many requests.
-        result, requests: of the run at that load, and how many it had.
-        workload: means of what it served.
+        capacity: The closed form's capacity.
+        rate: Offered requests per second.
+        error: Relative error of ``rate``: the distance to the lowest rate beyond the SLOs, and the sampling error.
+        result: Result of the run at ``rate``.
+        requests: Number of requests of the run.
+        workload: Mean lengths of the requests.
     """
 
     capacity: Capacity
@@ -68,12 +67,12 @@ class Trial:
 
     @property
     def requests_s(self) -> float:
-        """Requests per second, as `lamina simulate` prints them of the same run."""
+        """Requests per second, as `lamina simulate` prints them."""
         return self.result.served_requests_s
 
     @property
     def way(self) -> Way:
-        """What was simulated."""
+        """The simulated way."""
         return self.capacity.way
 
     @property
@@ -106,8 +105,10 @@ class Course:
         turnovers: int = TURNOVERS,
         engine: Engine = NO_OVERHEAD,
     ) -> None:
-        """``trace``: the requests whose lengths are drawn; empty: all have the workload's mean lengths. If prompts have
-        something in common, the first ones are replayed in order instead. ``turnovers``: see ``TURNOVERS``."""
+        """``trace``: requests whose lengths are drawn; empty: all requests have the workload's mean lengths.
+
+        If prompts share prefixes, the trace's first requests are replayed in order. ``turnovers``: see ``TURNOVERS``.
+        """
         self._shape = shape
         self._workload = workload
         lengths = max(1, round(workload.prompt)), max(1, round(workload.output))
@@ -123,12 +124,11 @@ class Course:
 
     @property
     def prices(self) -> str:
-        """The market that prices the pools."""
+        """Name of the market."""
         return self._prices.name
 
     def rate_scale(self, rate: float, requests: int) -> float:
-        """Return ``lamina simulate --rate-scale`` for about ``rate`` requests per second, in four digits to be
-        typed."""
+        """Return ``lamina simulate --rate-scale`` for about ``rate`` requests per second, rounded to four digits."""
         replayed = self._trace[:requests] if self.replays else self._trace
         times = [request.arrival_s for request in replayed]
         return float(f"{rate * (max(times) - min(times)) / max(1, len(times) - 1):.4g}")
@@ -142,28 +142,27 @@ class Course:
         return int(min(MOST, needed, max(affordable, LEAST_TURNOVERS * capacity.batch)))
 
     def rounds(self, capacity: Capacity) -> int:
-        """Return the number of runs in which the highest load is searched for."""
+        """Return the most runs of a search for the highest load."""
         return max(2, min(ROUNDS, int(WAY_STEPS / self.steps(capacity))))
 
     def steps(self, capacity: Capacity) -> float:
-        """Return about how many steps a run has."""
+        """Return the approximate number of steps of a run."""
         return self.requests(capacity) * self._steps_of_request(capacity)
 
     def _steps_of_request(self, capacity: Capacity) -> float:
-        """Return the steps of a request. Every group of sequences that decode together takes steps of its own."""
+        """Return the steps per request; every group of sequences that decode together has its own steps."""
         way, workload = capacity.way, self._workload
         decoders = {Kind.OFFLOADED: way.lanes, Kind.APART: way.memory_workers // way.tensor_parallel}
         groups = decoders.get(way.kind, way.replicas)
         return workload.output * groups / capacity.batch + (workload.prompt - capacity.found) / way.chunk
 
     def arrivals(self, requests: int, rate: float) -> Arrivals:
-        """``requests`` drawn from the trace that arrive at random, as `lamina simulate --draw` has them; or the first
-        ones replayed, as `--first` has them."""
+        """Return requests drawn from the trace (`lamina simulate --draw`), or its first requests (`--first`)."""
         scale = self.rate_scale(rate, requests)
         return replay(self._trace[:requests], scale) if self.replays else draw(self._trace, requests, SEED, scale)
 
     def deployment(self, capacity: Capacity) -> Deployment:
-        """Return what the simulator runs for a way: its pools, with room for the batch of the closed form."""
+        """Return the deployment of a way, with ``max_num_seqs`` for the closed form's batch."""
         way = capacity.way
         return Deployment(
             model=self._shape,
@@ -187,9 +186,8 @@ class Course:
         """Run one simulation at an offered rate."""
         return simulate(self.deployment(capacity), self.arrivals(requests, rate), System(capacity.way.kind.system))
 
-    def holds(self, result: Result) -> bool:
-        """Return whether every request was served, the queue did not grow, and both percentiles are within the SLOs;
-        also for requests that wait after their first token, on whose gaps the percentile of TBT does not depend."""
+    def within_slos(self, result: Result) -> bool:
+        """Return whether all requests were served, the queue did not grow, and TTFT, TBT and stalls keep the SLOs."""
         log, gaps, slo = result.log, result.tbt_s.p99, self._slo
         return (
             log.count(State.FINISHED) == len(log.arrivals)
@@ -199,13 +197,12 @@ class Course:
             and (math.isnan(gaps) or gaps <= slo.tbt_s)
         )
 
-    def chance(self, requests: int) -> float:
-        """Return the share by which the load of so many random requests differs from its mean: of their times, and of
-        their tokens. Ways are compared on the same requests, of which it is the same."""
+    def sampling_error(self, requests: int) -> float:
+        """Return the relative standard error of the load of ``requests`` random requests, by times and by tokens."""
         tokens = np.array([one.prompt + one.output for one in self._trace], np.float64)
         return float(math.sqrt((1 + (tokens.std() / tokens.mean()) ** 2) / requests))
 
-    def most(
+    def highest_load(
         self,
         capacity: Capacity,
         most_usd: float = math.inf,
@@ -213,8 +210,10 @@ class Course:
         rounds: int = ROUNDS,
         tolerance: float = TOLERANCE,
     ) -> Trial | None:
-        """Return the highest rate that holds, to ``tolerance``, found in ``rounds`` runs at most; None if none does at
-        which a request costs less than ``most_usd``."""
+        """Return the highest rate within the SLOs, to ``tolerance``, by ``rounds`` runs at most.
+
+        None if there is none at which a request costs less than ``most_usd``.
+        """
         requests = self.requests(capacity)
         rate, low, high = 0.9 * capacity.requests_s, 0.0, math.inf
         useless = capacity.usd_per_hour / 3600 / most_usd
@@ -222,7 +221,7 @@ class Course:
         for _ in range(min(rounds, self.rounds(capacity))):
             result = self.run(capacity, rate, requests)
             on_run()
-            if self.holds(result):
+            if self.within_slos(result):
                 low, kept = rate, result
             else:
                 high = rate
@@ -239,12 +238,11 @@ class Course:
         if kept is None or low < useless:
             return None
         bracket = high / low - 1 if high < math.inf else STEP_UP - 1
-        error = math.hypot(bracket, 0.0 if self.replays else self.chance(requests))
+        error = math.hypot(bracket, 0.0 if self.replays else self.sampling_error(requests))
         return Trial(capacity=capacity, rate=low, error=error, result=kept, requests=requests, workload=self._workload)
 
     def ranked(self, trials: Sequence[Trial]) -> list[Trial]:
-        """Return trials by cost. Those that cost as much as the cheapest, within the errors of both, come first: these
-        are ties, which their waits decide, relative to the SLOs."""
+        """Return trials by cost; ties with the cheapest come first, by their waits relative to the SLOs."""
         found = sorted(trials, key=lambda one: (one.usd_per_request, -one.requests_s))
         tied = [one for one in found if is_tie(one, found[0])]
         slo = self._slo

@@ -1,8 +1,8 @@
-"""The runtime under a virtual clock: the real turn, scheduler, placement and pipeline; workers are models.
+"""Simulates Lamina: the real turn, scheduler, placement and pipeline under a virtual clock; workers are models.
 
-``Simulation`` drives the turn as ``Engine._step`` does. Tokens have no values; a request ends when it has drawn as many
-as its arrival specifies. Decisions take no virtual time (``Result.decisions`` has their CPU time), and the control
-plane has no latency. The virtual cluster models the times of workers and of messages between the pools.
+``Simulation`` drives the turn as ``Engine._step`` does. Tokens have no values; a request ends after the number of
+tokens that its arrival specifies. Decisions take no virtual time (``Result.decisions`` has their CPU time), and the
+control plane has no latency. The native virtual cluster models the times of workers and messages.
 """
 
 import bisect
@@ -42,7 +42,7 @@ Sequences = TypeVar("Sequences")
 
 
 class _Numbers(Generic[Sequences]):
-    """Caches one number for each of a lane's sequences until it is given another object of sequences."""
+    """Caches one number for each of a lane's sequences, until it is called with another object."""
 
     def __init__(self, look_up: Callable[[Sequences], list[int]]) -> None:
         self._look_up = look_up
@@ -57,7 +57,7 @@ class _Numbers(Generic[Sequences]):
         return self._last
 
     def forget_numbers(self) -> None:
-        """Look the numbers up again the next time."""
+        """Drop the cache."""
         self._sequences = None
 
 
@@ -162,7 +162,7 @@ class Simulation:
         )
 
     def _beyond(self, lane: int) -> frozenset[str]:
-        """Return the copies of the weights to whose own memory the rows of a lane cannot attend: all but its own."""
+        """Return the replicas whose local memory a lane's rows cannot attend to: all but the lane's own."""
         return frozenset(self._places) - {self._places[self._pipeline.replica(lane, 0)]}
 
     def _orders(self, rotates: bool) -> list[list[list[int]]]:
@@ -197,7 +197,6 @@ class Simulation:
         return self._result(now)
 
     def _next_from_outside(self) -> float:
-        """Return the time of the next arrival, fault or end of a migration."""
         arrival = fault = math.inf
         if self._next < len(self._arrival_s) and self._scheduler.waiting < MAX_WAITING:
             arrival = self._arrival_s[self._next]
@@ -238,7 +237,7 @@ class Simulation:
         self._live.add(index)
 
     def _prompt(self, index: int, tokens: int) -> list[int]:
-        """Return token ids: equal where the contents of prompts are, unlike all others where a request has none."""
+        """Return token ids of a prompt, equal to those of other prompts exactly where their contents are equal."""
         content = self._arrivals.contents[index] if self._shares else ()
         return list(itertools.chain.from_iterable([one] * run for one, run in content)) or [-2 * index - 1] * tokens
 
@@ -266,7 +265,6 @@ class Simulation:
             self._cluster.slow_memory(fault.worker, fault.factor)
 
     def _die(self, now: float) -> None:
-        """End the engine and all requests with an error, as a lost worker does; later requests are refused."""
         self._dead = True
         come = max(self._next, bisect.bisect_left(self._arrival_s, now))
         for index in (*self._live, *range(self._next, come)):
@@ -278,7 +276,6 @@ class Simulation:
     # -- the engine's turn --------------------------------------------------------------------------------------
 
     def _take(self, now: float, lane: int, answer: StepDone) -> None:
-        """Complete the steps that a worker's answer to ``lane`` ends."""
         for done in self._turn.in_order(answer):
             begun = self._clock()
             drawn = self._turn.complete(done)
@@ -293,7 +290,6 @@ class Simulation:
                     self._log.end(index, State.FINISHED, now)
 
     def _launch(self, now: float) -> None:
-        """Begin all steps that lanes have room for. Those without sequences are done at once."""
         if self._dead:
             return
         if self._turn.reviews_lanes:

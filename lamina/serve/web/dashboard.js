@@ -141,22 +141,57 @@ function show(state) {
     (moving.length ? `; in progress: ${moving.join(", ")}` : "") +
     `. The fullest worker holds ${state.placement.imbalance} times the mean.`;
   const compute = Object.keys(state.workers).filter((name) => !(name in state.placement.workers));
-  $("compute").replaceChildren(...compute.map((name) => row(name, stateOf(name))));
+  const roles = { prefill: "prompts", decode: "decoding", both: "prompts and decoding" };
+  $("compute").replaceChildren(...compute.map((name) => row(name, stateOf(name), roles[state.roles[name]] ?? "")));
   $("links").replaceChildren(...state.links.map((link) => row(link.transport, count(link.pairs), link.reason)));
 }
 
-async function look() {
+// Each worker's row of each lane: a bar with what it did in a window of some hundred milliseconds.
+function showLanes(lanes) {
+  const colors = { slice: css("--compute"), attention: css("--memory"), "chunk attention": css("--memory") };
+  const rows = Object.entries(lanes.workers).flatMap(([worker, spans]) =>
+    [...new Set(spans.map(([, lane]) => lane))].map((lane) => ({ worker, lane, spans: spans.filter((span) => span[1] === lane) })));
+  rows.sort((one, other) => one.lane - other.lane || one.worker.localeCompare(other.worker));
+  $("window").textContent = rows.length ? `A window of ${(lanes.length_us / 1000).toFixed(0)} ms, taken once a second.` : "Nothing runs.";
+  const share = (spans, name) => {
+    const busy = spans.filter(([stage]) => stage.endsWith(name)).reduce((sum, span) => sum + span[3], 0);
+    return `${Math.round((100 * busy) / Math.max(lanes.length_us, 1))} %`;
+  };
+  const canvases = rows.map(() => document.createElement("canvas"));
+  $("lanes").replaceChildren(...rows.map(({ worker, lane, spans }, index) => {
+    const slices = share(spans, "slice"), attention = share(spans, "attention");
+    canvases[index].className = "spans";
+    canvases[index].setAttribute("role", "img");
+    canvases[index].setAttribute("aria-label", `${worker}: slices ${slices}, attention ${attention} of the time`);
+    return row(lane < 0 ? "all" : String(lane), worker, canvases[index], slices, attention);
+  }));
+  rows.forEach(({ spans }, index) => {
+    const canvas = canvases[index], ratio = devicePixelRatio || 1, pen = canvas.getContext("2d");
+    canvas.width = canvas.clientWidth * ratio;
+    canvas.height = canvas.clientHeight * ratio;
+    const scale = canvas.width / Math.max(lanes.length_us, 1);
+    for (const [stage, , begin, length] of spans) {
+      pen.fillStyle = colors[stage] ?? css("--cached");
+      pen.fillRect(begin * scale, 0, Math.max(length * scale, 0.5), canvas.height);
+    }
+  });
+}
+
+async function ask(path) {
   const key = sessionStorage.getItem("key");
+  const response = await fetch(path, { headers: key ? { Authorization: `Bearer ${key}` } : {}, signal: AbortSignal.timeout(5000) });
+  if (response.status === 401) throw new Error("This server needs an API key: set it on the chat page.");
+  if (!response.ok) throw new Error(`The server answered ${response.status}.`);
+  return response.json();
+}
+
+async function look() {
   try {
-    const response = await fetch("dashboard/state", {
-      headers: key ? { Authorization: `Bearer ${key}` } : {}, signal: AbortSignal.timeout(5000),
-    });
-    if (response.status === 401) throw new Error("This server needs an API key: set it on the chat page.");
-    if (!response.ok) throw new Error(`The server answered ${response.status}.`);
-    const state = await response.json();
+    const [state, lanes] = await Promise.all([ask("dashboard/state"), ask("dashboard/lanes")]);
     history.push(state);
     while (history[0].time < state.time - SECONDS) history.shift();
     show(state);
+    showLanes(lanes);
     draw();
     $("connection").textContent = "Live";
   } catch (error) {

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lamina.cli.plan_commands import launch_command, launching, obstacle
-from lamina.compute.preparation import prepare
+from lamina.compute.split_cache import prepare
 from lamina.core.types import DType
 from lamina.lowering import Target
 from lamina.models import directory

@@ -101,5 +101,5 @@ def test_the_highest_load_by_share_of_the_prompt_that_is_cached(prompt: int, sha
     market = prices.load("paper")
     found = Server(shape, served, costs, market, slo).evaluate(way)
     assert found is not None
-    trial = Course(shape, served, trace(served), market, slo).most(found)
+    trial = Course(shape, served, trace(served), market, slo).highest_load(found)
     assert trial is not None and found.requests_s == pytest.approx(trial.requests_s, rel=0.2)

@@ -51,7 +51,7 @@ def test_idle_sessions_are_found_as_far_as_there_is_room() -> None:
     reuse = Sessions(shared=100, resumed=1000, idle=0.8)
     # Four sessions wait for each that decodes.
     rooms = np.array([-1.0, 100.0, 100 + 4000.0, 100 + 8000.0, 1e9])
-    assert reuse.found(rooms, np.full(5, 2.0)) == pytest.approx([0, 100, 100 + 500, 1100, 1100])
+    assert reuse.found_tokens(rooms, np.full(5, 2.0)) == pytest.approx([0, 100, 100 + 500, 1100, 1100])
     with pytest.raises(ConfigError, match="leave nothing new in a prompt of 1000"):
         workload.of_lengths(1000, 10, reuse)
 

@@ -54,7 +54,7 @@ def test_the_closed_form_is_what_the_simulator_serves(kind: Kind) -> None:
     found = [one for way in of_kind(kind) if (one := place.evaluate(way))]
     best = shortlist(found)[0]
     # All requests are alike: short runs show as much.
-    trial = Course(SMALL, served, [], RENTS, Slo(), turnovers=4).most(best)
+    trial = Course(SMALL, served, [], RENTS, Slo(), turnovers=4).highest_load(best)
     assert trial is not None
     assert trial.requests_s == pytest.approx(best.requests_s, rel=0.2)
 
@@ -69,7 +69,7 @@ def test_copies_with_kv_of_their_own_serve_as_many_times_as_much_as_one() -> Non
     for way in (one, two):
         found = place.evaluate(way)
         assert found is not None
-        trial = course.most(found)
+        trial = course.highest_load(found)
         assert trial is not None
         assert trial.requests_s == pytest.approx(found.requests_s, rel=0.2)
         rates.append(trial.requests_s)
@@ -91,7 +91,7 @@ def test_a_pool_that_only_decodes_keeps_all_of_each_sequence() -> None:
         one for way in ways(SMALL, *pools(1, 1)) if way.kind is Kind.APART and (one := server(served).evaluate(way))
     ]
     best = shortlist(found)[0]
-    trial = Course(SMALL, served, trace(served), RENTS, Slo(), turnovers=4).most(best)
+    trial = Course(SMALL, served, trace(served), RENTS, Slo(), turnovers=4).highest_load(best)
     assert trial is not None and trial.requests_s == pytest.approx(best.requests_s, rel=0.2)
 
 
@@ -100,11 +100,11 @@ def test_what_is_served_is_within_the_slos_and_more_is_not() -> None:
     place = server(served, slo)
     best = shortlist([one for way in ways(SMALL, *pools(1, 1)) if (one := place.evaluate(way))])[0]
     course = Course(SMALL, served, [], RENTS, slo)
-    trial = course.most(best)
+    trial = course.highest_load(best)
     assert trial is not None
     assert trial.result.ttft_s.p99 <= 2 and trial.result.tbt_s.p99 <= 0.1
     assert abs(trial.result.growth) <= 0.06 and trial.requests_s == pytest.approx(trial.rate, rel=2 * trial.error)
-    assert not course.holds(course.run(best, 1.5 * trial.requests_s, trial.requests))
+    assert not course.within_slos(course.run(best, 1.5 * trial.requests_s, trial.requests))
     # The dollars of prompts and of outputs are those of the pools.
     spent = trial.usd_per_million_in * served.prompt + trial.usd_per_million_out * served.output
     assert spent * trial.requests_s * 3600 / 1e6 == pytest.approx(trial.capacity.usd_per_hour)
@@ -114,12 +114,12 @@ def test_a_plan_and_a_longer_simulation_with_other_requests_agree_within_the_sta
     served, slo = workload.of_lengths(800, 100), Slo(tbt_s=0.1, ttft_s=2.0)
     best = shortlist([one for way in ways(SMALL, *pools(1, 1)) if (one := server(served, slo).evaluate(way))])[0]
     course = Course(SMALL, served, [], RENTS, slo)
-    trial = course.most(best)
+    trial = course.highest_load(best)
     assert trial is not None and 0 < trial.error < 0.25
     requests, scale = [TracedRequest(float(at), 800, 100) for at in range(2)], 1 + 2 * trial.error
     for factor, holds in ((1 / scale, True), (scale, False)):
         arrivals = draw(requests, 3 * trial.requests, 7, factor * trial.rate)
-        assert course.holds(simulate(course.deployment(best), arrivals, System(best.way.kind.system))) == holds
+        assert course.within_slos(simulate(course.deployment(best), arrivals, System(best.way.kind.system))) == holds
 
 
 def test_ways_that_cannot_compete_are_given_up_by_what_the_simulator_says() -> None:
@@ -131,7 +131,7 @@ def test_ways_that_cannot_compete_are_given_up_by_what_the_simulator_says() -> N
     assert (one := server(served).evaluate(way)) is not None  # at a load that 0.1 s between tokens rule out
     course, runs = Course(SMALL, served, [], RENTS, slo), []
     assert place.evaluate(way) is None or place.evaluate(way) != one
-    assert course.most(one, 1e-3 * one.usd_per_request, lambda: runs.append(1)) is None and len(runs) == 1
+    assert course.highest_load(one, 1e-3 * one.usd_per_request, lambda: runs.append(1)) is None and len(runs) == 1
 
 
 def test_the_load_of_a_way_that_the_closed_form_overrates_is_found() -> None:
@@ -139,7 +139,10 @@ def test_the_load_of_a_way_that_the_closed_form_overrates_is_found() -> None:
     served, slo = workload.of_lengths(800, 100), Slo(tbt_s=0.1, ttft_s=2.0)
     best = shortlist([one for way in ways(SMALL, *pools(1, 1)) if (one := server(served, slo).evaluate(way))])[0]
     course = Course(SMALL, served, [], RENTS, slo, turnovers=4)
-    trial, found = course.most(best), course.most(dataclasses.replace(best, requests_s=10 * best.requests_s))
+    trial, found = (
+        course.highest_load(best),
+        course.highest_load(dataclasses.replace(best, requests_s=10 * best.requests_s)),
+    )
     assert trial is not None and found is not None and found.requests_s == pytest.approx(trial.requests_s, rel=0.1)
 
 
@@ -298,7 +301,7 @@ def test_requests_that_wait_between_prefill_and_decoding_are_not_within_the_slos
         log.end(index, State.FINISHED, now)
     result = dataclasses.replace(course.run(found, 1.0, 10), log=log)
     assert result.ttft_s.p99 <= 2 and result.tbt_s.p99 <= 0.1
-    assert course.holds(result) is kept
+    assert course.within_slos(result) is kept
     served = workload.of_lengths(800, 300)
     printed = table.cells(Trial(capacity=found, rate=1.0, error=0.1, result=result, requests=50, workload=served))
     shown = dict(zip(table.HEADINGS, printed[1:], strict=True))

@@ -1,8 +1,8 @@
-"""What a compute worker must know of a model before it reads a weight: made once, then kept in the user's cache.
+"""Splits and lowers a model and plans the load of its weights, with a cache in the user's folder.
 
-Importing transformers, capturing and cutting take seconds. The result depends on a few inputs (``ingredients``), all of
-which are hashed into the name of the cache file: if any has changed, there is no such file and one is made. A file that
-cannot be used is reported in the log and made again; a folder that cannot be written costs only time.
+Importing transformers, capturing and cutting take seconds. All inputs of the result (``ingredients``) are hashed into
+the name of the cache file. A file that cannot be read is logged and made again; without a writable folder, nothing is
+cached.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _DIGEST_BYTES = 32
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model ready for its weights."""
+    """A split and lowered model, and how to load its weights."""
 
     lowered: LoweredModel
     weights: WeightPlan
@@ -56,7 +56,7 @@ class _Tensor(msgspec.Struct, array_like=True):
 
 
 class _Weights(msgspec.Struct):
-    """A ``WeightPlan`` that converts no tensor; ``sources`` are their names in the checkpoint."""
+    """A storable ``WeightPlan`` without conversions; ``sources``: names of tensors in the checkpoint."""
 
     family: str
     expected: dict[str, _Tensor]
@@ -65,7 +65,7 @@ class _Weights(msgspec.Struct):
 
 
 class _Record(msgspec.Struct):
-    """A file's content, after its SHA-256; without ``weights``, transformers converts them."""
+    """A cache file's content, after its SHA-256. ``weights`` is None if transformers converts them."""
 
     model: LoweredModel
     weights: _Weights | None
@@ -97,7 +97,7 @@ def prepare(
 def ingredients(
     place: ModelDirectory, dtype: DType | None, target: Target = Target.CPU, rank: Rank = ONLY
 ) -> dict[str, bytes]:
-    """Everything that the result depends on."""
+    """Return all inputs that the result depends on."""
     packings = [packing(each) for each in ([dtype] if dtype else DType)]
     paths = [path.name for path in _native.attention_paths()]
     return {
@@ -188,7 +188,6 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _prune(folder: Path) -> None:
-    """Remove all but the newest ``KEPT_FILES`` files. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):  # another process is pruning, too
         files = [path for path in folder.iterdir() if path.is_file()]
         newest_first = sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)
@@ -197,7 +196,7 @@ def _prune(folder: Path) -> None:
 
 
 def _digest(file: Path, payload: bytes) -> bytes:
-    """Return a digest of a file's content and name, since another model's file is as wrong as a damaged one."""
+    """Return a digest of a file's content and name, which detects damaged files and files of other models."""
     return hashlib.sha256(file.name.encode() + payload).digest()
 
 
@@ -209,7 +208,7 @@ def _plan(place: ModelDirectory, dtype: DType) -> WeightPlan:
 
 
 def _store_plan(plan: WeightPlan) -> _Weights | None:
-    """None if transformers' code converts some tensors."""
+    """Return the plan in storable form; None if transformers' code converts some tensors."""
     if any(recipe.convert is not None for recipe in plan.recipes.values()):
         return None
     expected = {name: _Tensor(tuple(like.shape), like.dtype) for name, like in plan.expected.items()}

@@ -18,13 +18,13 @@ from lamina.core.types import AttentionSpec, Polling
 from lamina.kernels import tuning_cache
 from lamina.kernels.segments import SegmentTable
 from lamina.launch import launch
-from lamina.memory import ahead, worker
+from lamina.memory import device_steps, worker
 from lamina.memory.device import gpu, gpu_polls, polling_choice
 from lamina.memory.device.workspaces import Workspaces
-from lamina.memory.setup import polling_of
+from lamina.memory.slab_setup import polling_of
+from lamina.transport.device.emulated_slots import ThreadSlots, ThreadStream
 from lamina.transport.device.inboxes import Inboxes, SharedMaker
 from lamina.transport.device.slots import Outcome
-from lamina.transport.device.threads import ThreadSlots, ThreadStream
 from tests.support import reference_attention
 from tests.support.late_backend import LateBackend
 from tests.support.memory_worker import TIMEOUT_S, Pair
@@ -44,7 +44,7 @@ def make(
     monkeypatch: pytest.MonkeyPatch, lanes: int, inboxes: Inboxes | None = None, who: Polling = "device"
 ) -> Iterator[Pair]:
     monkeypatch.setattr(worker, "IDLE_SLICE_S", 0.0)
-    monkeypatch.setattr(ahead, "WINDOW", WINDOW)
+    monkeypatch.setattr(device_steps, "WINDOW", WINDOW)
     pair = Pair("emulated", who, SPECS, lanes, inboxes)
     yield pair
     pair.resources.close()
@@ -135,7 +135,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def served_by_the_device(pair: Pair) -> float:
     pair.worker._serve_once()
-    return pair.worker._ahead.busy_s
+    return pair.worker._device_steps.busy_s
 
 
 def test_a_decode_step_is_answered_while_the_host_does_nothing(pair: Pair) -> None:
@@ -235,7 +235,7 @@ def test_the_end_of_an_epoch_ends_waits_and_no_earlier_message_is_taken_for_a_ne
 def test_a_wait_ends_by_itself_if_the_host_hangs(pair: Pair) -> None:
     lanes = Lanes(pair)
     lanes.prompt(0)
-    stream = pair.worker._ahead._lanes[0].stream
+    stream = pair.worker._device_steps._lanes[0].stream
     assert isinstance(stream, ThreadStream)
     stream._silence_s = 0.5
     lanes.plan(0)
@@ -285,11 +285,11 @@ def test_a_device_that_answers_a_lost_peer_writes_where_it_still_may(pair: Pair)
     lanes = waiting(pair)
     pair.worker._fence.on_peer_lost(PeerLostError("compute0", "it has exited"))
     lanes.ask(0, 0)  # if the inbox were not mapped any more, the answer would end this process
-    stream = pair.worker._ahead._lanes[0].stream
+    stream = pair.worker._device_steps._lanes[0].stream
     until(lambda: int(stream.records["done_ns"][0]) > 0)
     inboxes = pair.worker._store.device.inboxes
     assert inboxes is not None and inboxes.theirs("compute0") is None
-    pair.worker._ahead.drop()
+    pair.worker._device_steps.drop()
     inboxes.retire()
 
 
@@ -325,15 +325,15 @@ def test_auto_leaves_it_to_the_host_where_the_device_cannot_poll(
 
 def test_links_that_change_are_taken_up_once_no_step_waits(pair: Pair) -> None:
     """Meanwhile the host serves all steps that begin."""
-    lanes, used = Lanes(pair), pair.worker._ahead
+    lanes, used = Lanes(pair), pair.worker._device_steps
     for lane in range(2):
         lanes.prompt(lane)
     lanes.plan(0)
     lanes.decode(0, range(1))
     direct = dict(used._direct)
-    used.use({}, used._pipeline, used._computes)
+    used.change_channels({}, used._pipeline, used._computes)
     assert used._direct == direct, "the device may still write to its slots"
-    used.use(pair.worker._channels, used._pipeline, used._computes)
+    used.change_channels(pair.worker._channels, used._pipeline, used._computes)
     lanes.plan(1)
     lanes.decode(1, range(1))
     assert 1 not in used._runs
@@ -365,7 +365,7 @@ def test_a_device_with_a_display_does_not_poll() -> None:
 
 def test_auto_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAMINA_CACHE_DIR", str(tmp_path))
-    kept = tuning_cache.place("polling", Timed.name)
+    kept = tuning_cache.file_for("polling", Timed.name)
     made: list[ThreadSlots] = []
 
     def slots() -> ThreadSlots:

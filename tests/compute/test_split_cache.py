@@ -19,10 +19,10 @@ import torch
 
 import lamina
 from lamina import _native as native
-from lamina.compute import preparation
-from lamina.compute.preparation import Prepared, cache_key, ingredients, prepare
+from lamina.compute import split_cache
 from lamina.compute.rows import Rows
 from lamina.compute.runner import SliceRunner
+from lamina.compute.split_cache import Prepared, cache_key, ingredients, prepare
 from lamina.core.types import DType
 from lamina.lowering import Target
 from lamina.models import directory, tensors
@@ -34,7 +34,7 @@ from tests.support.sweep import sweep
 
 PREPARE = f"""
 import sys
-from lamina.compute.preparation import prepare
+from lamina.compute.split_cache import prepare
 from lamina.compute.runner import SliceRunner
 from lamina.models import directory, tensors
 place = directory.find({str(BUNDLED)!r})
@@ -58,13 +58,13 @@ def bundled() -> ModelDirectory:
 @pytest.fixture(scope="module")
 def fresh() -> Prepared:
     """The bundled model, split."""
-    return preparation._split(directory.find(None), None, Target.CPU, ONLY)
+    return split_cache._split(directory.find(None), None, Target.CPU, ONLY)
 
 
 @pytest.fixture
 def split_before(fresh: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     """Splitting, where only its times matter, takes none."""
-    monkeypatch.setattr(preparation, "_split", lambda *_: fresh)
+    monkeypatch.setattr(split_cache, "_split", lambda *_: fresh)
 
 
 def must_not_split() -> None:
@@ -139,7 +139,7 @@ def _tensors(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Pat
 
 
 def _packing(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ModelDirectory:
-    monkeypatch.setattr(preparation, "packing", lambda dtype: None)
+    monkeypatch.setattr(split_cache, "packing", lambda dtype: None)
     return place
 
 
@@ -157,7 +157,7 @@ def _code(name: str) -> Change:
 
     def change(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ModelDirectory:
         shutil.copytree(PACKAGE, folder / "lamina", ignore=shutil.ignore_patterns("__pycache__"))
-        monkeypatch.setattr(preparation, "_CODE", folder / "lamina")
+        monkeypatch.setattr(split_cache, "_CODE", folder / "lamina")
         key = cache_key(ingredients(place, None))
         with (folder / "lamina" / name).open("a") as file:
             file.write("# another\n")
@@ -168,8 +168,8 @@ def _code(name: str) -> Change:
 
 
 def _native(place: ModelDirectory, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ModelDirectory:
-    (folder / "_native.so").write_bytes(preparation._NATIVE.read_bytes() + b"\0")
-    monkeypatch.setattr(preparation, "_NATIVE", folder / "_native.so")
+    (folder / "_native.so").write_bytes(split_cache._NATIVE.read_bytes() + b"\0")
+    monkeypatch.setattr(split_cache, "_NATIVE", folder / "_native.so")
     return place
 
 
@@ -230,7 +230,7 @@ def test_two_starts_at_once_leave_one_good_file_and_all_their_code_is_in_the_key
     ours = {file for file in files if file.suffix == ".py"}
     assert len(ours) > 40
     assert {str(file.relative_to(PACKAGE)) for file in ours} <= made_of.keys()
-    assert [file for file in files if file.suffix != ".py"] == [preparation._NATIVE]
+    assert [file for file in files if file.suffix != ".py"] == [split_cache._NATIVE]
 
 
 def test_the_key_holds_the_element_type(bundled: ModelDirectory) -> None:
@@ -310,7 +310,7 @@ def test_without_a_home_nothing_is_kept(bundled: ModelDirectory, monkeypatch: py
 
 @pytest.mark.usefixtures("split_before")
 def test_old_files_are_removed(bundled: ModelDirectory, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "KEPT_FILES", 2)
+    monkeypatch.setattr(split_cache, "KEPT_FILES", 2)
     cache.mkdir(parents=True)
     for age, name in enumerate(("newest", "older", "oldest")):
         (cache / name).touch()
@@ -342,7 +342,7 @@ def test_old_files_that_cannot_be_removed_are_a_warning(
     def refuse(path: Path) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
 
-    monkeypatch.setattr(preparation, "KEPT_FILES", 0)
+    monkeypatch.setattr(split_cache, "KEPT_FILES", 0)
     monkeypatch.setattr(Path, "unlink", refuse)  # root, whom tests may run as, is refused nothing
     assert times_split(bundled) == 1
     assert "cannot be removed" in caplog.text
@@ -353,7 +353,7 @@ def test_old_files_that_cannot_be_removed_are_a_warning(
 def test_folders_beside_the_files_are_left_alone(
     bundled: ModelDirectory, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparation, "KEPT_FILES", 1)
+    monkeypatch.setattr(split_cache, "KEPT_FILES", 1)
     (cache / "folder").mkdir(parents=True)
     os.utime(cache / "folder", (1000, 1000))
     prepare(bundled, None, lambda: None)

@@ -9,7 +9,7 @@ from lamina.core.errors import DeadlineError, LaminaError
 from lamina.core.types import Request, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
-from lamina.observe.decoding import decode_batch, decode_window
+from lamina.observe.decode_timing import decode_batch, decode_window
 
 
 class FakeEngine:

@@ -1,4 +1,4 @@
-"""Slots served by the streams of a GPU, which reads and writes registered host memory. Imports CuPy only when used."""
+"""``PolledSlots`` of an NVIDIA GPU: its streams read and write slots in registered host memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,10 +8,10 @@ import numpy as np
 from lamina._native import Arena as NativeArena
 from lamina.core.errors import TransportError
 from lamina.transport.arena import Pages
+from lamina.transport.device.emulated_slots import expired
 from lamina.transport.device.peer_memory import uses_host_addresses
 from lamina.transport.device.polling import Polling, kernel
 from lamina.transport.device.slots import CREDIT_WORD, RECORD, SILENCE_S, Incoming, Outgoing, Records
-from lamina.transport.device.threads import expired
 
 THREADS, BLOCKS = 256, 32  # of copies: messages in slots have some MiB at most
 REGISTERED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
@@ -19,10 +19,10 @@ KERNELS = ("lamina_receive", "lamina_take_in", "lamina_give_out", "lamina_answer
 
 
 class CudaSlots:
-    """``PolledSlots`` of the current GPU. Unregistering pages waits for the GPU, so that no stream may be waiting."""
+    """``PolledSlots`` of the current GPU. ``unmap`` waits for the GPU, so no stream may be waiting then."""
 
     def __init__(self) -> None:
-        """Loads the kernels. Raises ImportError without CuPy; ``kernels.gpu.device.require`` says what to install."""
+        """Load the kernels. Raises ImportError without CuPy."""
         import cupy
 
         self._cupy = cupy
@@ -56,19 +56,17 @@ class CudaSlots:
 
 
 class CudaStream:
-    """A ``SlotStream``."""
-
     def __init__(self, records: int) -> None:
         import cupy
 
         self._cupy = cupy
         self._device = cupy.cuda.Device().id
-        # The legacy default stream, where the host's other work goes, waits for streams that block.
+        # Non-blocking: else the legacy default stream, on which the host's other work runs, would wait for this one.
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._pinned = cupy.cuda.alloc_pinned_memory(records * RECORD.itemsize)
         self.records: Records = np.frombuffer(self._pinned, RECORD, records)
         self.records[:] = np.zeros(1, RECORD)
-        self._polling = Polling("the peer")  # its flags: abort and outcome; a third word of the host's, the beat
+        self._polling = Polling("the peer")
         self._found = cupy.zeros(RECORD.itemsize, np.uint8)
         cupy.cuda.get_current_stream().synchronize()
 

@@ -12,9 +12,9 @@ from lamina.core.heads import HeadShards
 from lamina.core.types import AttentionSpec, KvElement, Polling
 from lamina.dataplane.leases import LANDING_NBYTES
 from lamina.dataplane.wire import NUMPY_DTYPE, reply_nbytes, request_nbytes
-from lamina.memory.ahead import MOST_LANES
 from lamina.memory.device import gpu_polls, reserve
 from lamina.memory.device.base import Largest
+from lamina.memory.device_steps import MOST_LANES
 from lamina.memory.disk_tier import Tier, open_tier
 from lamina.memory.store import KvStore
 
@@ -42,7 +42,6 @@ def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple
 
 
 def _reserve(control: ControlClient, asked: Reserve) -> None:
-    """Reserve the memory that steps need besides the slab. Raises ConfigError if there is too little."""
     setup, (_, specs) = asked.setup, _of_shards(asked.setup)
     element, query = KvElement.from_setting(setup.kv_cache_dtype, setup.dtype), NUMPY_DTYPE[setup.dtype]
     polls = gpu_polls(control.device, polling_of(control, setup.polling))
@@ -60,7 +59,7 @@ def _reserve(control: ControlClient, asked: Reserve) -> None:
 def polling_of(control: ControlClient, asked: Polling) -> Polling:
     """Return who polls for messages: ``asked``, but the host on a GPU that also runs slices.
 
-    A kernel that polls would delay slices there. Raises ConfigError if ``asked`` is "device" nevertheless.
+    A polling kernel would delay slices there. Raises ConfigError if ``asked`` is "device" on such a GPU.
     """
     if not control.shares_gpu:
         return asked
@@ -73,7 +72,7 @@ def polling_of(control: ControlClient, asked: Polling) -> Polling:
 
 
 def _of_shards(setup: MemorySetup) -> tuple[HeadShards, list[AttentionSpec]]:
-    """Return how heads are sharded, and each attention as messages carry it: with the heads of one shard."""
+    """Return how heads are sharded, and each attention with the heads of one shard."""
     shards = HeadShards(max(spec.kv_heads for spec in setup.attentions), setup.head_shards)
     return shards, [shards.spec(spec, 0, shards.sharers(setup.ranks)) for spec in setup.attentions]
 
@@ -86,8 +85,8 @@ def largest(asked: Reserve, polls: bool = False) -> Largest:
     # With slopes, rows of each shard of heads have tables of their own.
     by_shard = any(spec.alibi_slopes is not None for spec in specs)
     request, reply = request_nbytes(specs, setup.dtype, rows), reply_nbytes(specs, rows)
-    # Three times a request: as received, aligned copies of its parts, queries of further segments. Two partials. A
-    # piece of a segment that moves, in and out. Slots of the new tokens of all steps.
+    # A request three times: as received, aligned copies of its parts, queries of further segments. Two partials. Pieces
+    # of two moving segments, one in each direction. Slots of the new tokens of all steps.
     buffers = (*[request] * 3, *[reply] * 2, *[LANDING_NBYTES] * 2, 12 * rows * asked.steps)
     tables = asked.steps * setup.ranks * (setup.overlap.mini_batches + 2) * (own if by_shard else 1)
     few, lanes = asked.slot_rows * own, min(asked.lanes * setup.ranks, MOST_LANES)
@@ -106,13 +105,13 @@ class UsageReports:
         self._sent_at = 0.0
         self._repeated = True  # whether the last two reports were equal
 
-    def tell(self, busy_s: float = 0.0) -> None:
-        """Send a report if one is due. ``busy_s``: see ``SlabUsage``."""
+    def send_if_due(self, busy_s: float = 0.0, parked: int = 0, parked_nbytes: int = 0) -> None:
+        """Send a report if one is due. Arguments are fields of ``SlabUsage``."""
         now = time.monotonic()
         emptied = self._last.sequences > 0 and self._store.sequences == 0
         if not emptied and now - self._sent_at < USAGE_S:
             return
-        usage = SlabUsage(self._store.used_tokens, self._store.sequences, busy_s)
+        usage = SlabUsage(self._store.used_tokens, self._store.sequences, busy_s, parked, parked_nbytes)
         repeats = usage == self._last
         if not (repeats and self._repeated):
             self._control.send(usage)

@@ -1,8 +1,7 @@
-"""Log-probabilities of one position as bytes, from the sampler to the process that answers the client.
+"""Packs the log-probabilities of one position into bytes, which travel from the sampler to the frontend.
 
-The rank of the drawn token, then the token ids, the drawn one first and the most likely ones in order, then as many
-log-probabilities: int32 and float32. Objects take thirty times as much memory, and in a step of 256 sequences with
-twenty each took as long to make as the rest of the step.
+Layout: the rank of the drawn token (int32), the token ids (int32; the drawn token, then the most likely ones in order),
+their log-probabilities (float32). Objects took thirty times the memory, and as long to make as the rest of a step.
 """
 
 import struct
@@ -15,7 +14,7 @@ from lamina.core.types import Logprob
 
 
 def pack(entries: Sequence[Logprob]) -> bytes:
-    """Return the drawn token and the most likely ones of a position."""
+    """Pack the entries of one position: the drawn token, then the most likely ones."""
     count = len(entries)
     ids, values = [entry.token_id for entry in entries], [entry.logprob for entry in entries]
     return struct.pack(f"<i{count}i{count}f", entries[0].rank if entries else 0, *ids, *values)
@@ -24,15 +23,14 @@ def pack(entries: Sequence[Logprob]) -> bytes:
 def pack_rows(
     ranks: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
 ) -> list[bytes]:
-    """Pack the logprobs of R positions with equal numbers of entries: ranks [R] of the drawn tokens, ids and logprobs
-    [R, E]."""
+    """Pack R positions with E entries each: ``ranks`` [R] of the drawn tokens, ``ids`` and ``logprobs`` [R, E]."""
     values = logprobs.astype("<f4").view("<i4")
     rows = np.concatenate([ranks[:, None].astype("<i4"), ids.astype("<i4"), values], axis=1)
     return [row.tobytes() for row in rows]
 
 
 def unpack(packed: bytes, name: Callable[[int], tuple[str, tuple[int, ...]]] = lambda token: ("", ())) -> list[Logprob]:
-    """Return the entries, with the text and the bytes that ``name`` gives for their tokens."""
+    """Return the entries of a position. ``name`` gives the text and the bytes of a token."""
     count = (len(packed) - 4) // 8
     rank, *numbers = struct.unpack(f"<i{count}i{count}f", packed)
     ids, values = numbers[:count], numbers[count:]
@@ -44,7 +42,7 @@ def unpack(packed: bytes, name: Callable[[int], tuple[str, tuple[int, ...]]] = l
 
 
 def cut(packed: bytes, most: int) -> bytes:
-    """Return the drawn token with at most ``most`` of the most likely ones."""
+    """Keep the drawn token and at most ``most`` of the most likely ones, still packed."""
     count = (len(packed) - 4) // 8
     kept = min(count, 1 + most)
     return packed if kept == count else packed[: 4 + 4 * kept] + packed[4 + 4 * count :][: 4 * kept]
@@ -57,6 +55,5 @@ def drawn_logprob(packed: bytes) -> float:
 
 
 def drawn_token(packed: bytes) -> int:
-    """Return the id of the drawn token."""
     token: int = struct.unpack_from("<i", packed, 4)[0]
     return token

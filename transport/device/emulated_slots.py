@@ -1,4 +1,4 @@
-"""Slots served by threads of the host instead of a device's streams: for tests."""
+"""``PolledSlots`` for tests, with threads of the host in place of a device's streams."""
 
 import collections
 import ctypes
@@ -27,16 +27,16 @@ from lamina.transport.device.slots import (
     Records,
 )
 
-LOOK_S = 50e-6  # between two looks at doorbells
+LOOK_S = 50e-6  # time between two reads of doorbells
 _PLACE = 0xFF << PLACE_SHIFT
 
 
 class _NotReceivedError(Exception):
-    """A wait has ended without a message: the stream does nothing any more."""
+    """A wait has ended without a message."""
 
 
 class ThreadSlots:
-    """``PolledSlots`` in a host's own memory."""
+    """``PolledSlots`` in host memory."""
 
     def __init__(self) -> None:
         self._arenas: dict[int, NativeArena] = {}
@@ -52,7 +52,7 @@ class ThreadSlots:
 
 
 class ThreadStream:
-    """A ``SlotStream``: a thread that runs what is launched, one after another."""
+    """A ``SlotStream``: a thread that runs launched work in order."""
 
     def __init__(self, records: int, silence_s: float = SILENCE_S) -> None:
         self.records: Records = np.zeros(records, RECORD)
@@ -79,7 +79,7 @@ class ThreadStream:
             del work
 
     def order_after_host(self) -> None:
-        """Do nothing: the host's own work is complete when its calls return."""
+        """Do nothing: work in host memory is complete when a call returns."""
 
     def launch(self, work: Callable[[], None]) -> None:
         self._work.put(work)

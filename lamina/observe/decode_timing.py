@@ -13,7 +13,7 @@ from lamina.engine.updates import OnUpdate, RequestUpdate
 
 @dataclass(frozen=True)
 class Window:
-    """The time in which all requests of a batch decoded, on the monotonic clock, and the tokens drawn in it."""
+    """The time span in which all requests of a batch decoded, and the tokens drawn in it. Monotonic clock."""
 
     begin_ns: int
     end_ns: int
@@ -21,7 +21,7 @@ class Window:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Length of the span in seconds."""
         return (self.end_ns - self.begin_ns) / 1e9
 
     @property
@@ -31,12 +31,13 @@ class Window:
 
 
 def decode_batch(engine: Engine, prompts: Sequence[list[int]], tokens: int, timeout_s: float) -> list[list[int]]:
-    """Generate ``tokens`` tokens for every prompt, greedily, all submitted at once.
+    """Generate ``tokens`` tokens greedily for every prompt; submit all prompts at once.
 
-    Returns, by prompt, the arrival time of each token: nanoseconds of the monotonic clock, like spans.
+    Returns, by prompt, the arrival time of each token in nanoseconds of the monotonic clock.
 
     Raises:
-        DeadlineError: a request did not end within ``timeout_s``. LaminaError: a request ended in an error.
+        DeadlineError: A request did not end within ``timeout_s``.
+        LaminaError: A request ended in an error.
     """
     arrivals: list[list[int]] = [[] for _ in prompts]
     unfinished = set(range(len(prompts)))
@@ -68,7 +69,7 @@ def decode_batch(engine: Engine, prompts: Sequence[list[int]], tokens: int, time
 
 
 def decode_window(arrivals: Sequence[Sequence[int]]) -> Window:
-    """From the last first token to the first last token of all requests. Raises LaminaError if that is empty."""
+    """Return the window from the latest first token to the earliest last token. Raises LaminaError if it is empty."""
     begin, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
     if end <= begin:
         raise LaminaError(

@@ -1,13 +1,12 @@
-"""Steps that the device serves itself: it waits for their requests, attends, and answers, without the host in between.
+"""Serves decode steps on the GPU alone: the GPU polls for requests, attends and replies, without the host in between.
 
-A step is served so if its requests come over shared memory, in slots and in one piece, all from one compute worker, and
-it keeps no K and V that must be fetched: decode steps, mostly. All others are served by the host, message by message.
-While a lane's step is served so, the host launches the next attentions ahead (``WINDOW``), and follows: it takes over
-what the device has recorded of messages (``Channel.settle``), wakes peers that sleep, and ends the wait when the epoch
-ends.
+The GPU serves a step if all its requests come from one compute worker over shared memory, each in one slot and one
+piece, and bring no K and V that must be fetched. The host serves all other steps, message by message. For a step that
+the GPU serves, the host launches the next ``WINDOW`` attentions ahead, copies the GPU's records of messages into the
+links' counters (``Channel.settle``), wakes sleeping peers, and aborts the GPU's polling when the epoch ends.
 
-Both may serve messages of one link at once, since every message names its lane. For its answers, a lane books a slot of
-the peer's: each request shows that the answer before was read, so that they need no credits.
+Host and GPU may serve messages of one link at the same time, since every message names its lane. A lane books one of
+the peer's slots for its replies. The replies need no credits: each request shows that the last reply was read.
 """
 
 import functools
@@ -30,11 +29,11 @@ from lamina.worker.links import Links
 logger = logging.getLogger(__name__)
 
 MOST_LANES = 24
-"""Most lanes that the device serves; the host serves all further ones. Streams need hardware queues of their own
-(``set_up_cuda``): two streams that wait in one queue might each wait for what the other's peer does first."""
+"""Most lanes that the device serves; the host serves further lanes. Every stream needs its own hardware queue
+(``set_up_cuda``): two streams that poll in one queue could deadlock."""
 WINDOW = 4
-"""Attentions of a lane that are launched ahead, enough that launching hides behind messages. More would fill the
-device's queue, and launches would wait."""
+"""Attentions of a lane that are launched ahead: enough to hide the launches, few enough not to fill the device's
+queue, which would block them."""
 
 
 @dataclass
@@ -42,11 +41,11 @@ class _Run:
     """A step that the device serves.
 
     Attributes:
-        peer: the compute worker that sends the requests and gets the answers.
-        slot: the peer's slot for the answers.
-        uses: how often ``slot`` was used before.
-        launched: attentions launched.
-        done: attentions answered.
+        peer: Compute worker that sends the requests and receives the replies.
+        slot: The peer's slot for the replies.
+        uses: Number of messages in ``slot`` before this step.
+        launched: Attentions launched.
+        done: Attentions replied to.
     """
 
     step: StepTables
@@ -58,7 +57,7 @@ class _Run:
 
 
 def is_servable(step: StepTables) -> bool:
-    """True if the device can serve a step's requests if they come in slots."""
+    """Return whether the device can serve a step whose requests arrive in slots."""
     rows, tables = step.rows, step.tables[0]
     whole = len(step.pieces) == 1 and not step.plan.chunks and not rows.further
     return whole and len(tables) == 1 and tables[0].part == 0 and len(rows.queries) > 0
@@ -67,7 +66,7 @@ def is_servable(step: StepTables) -> bool:
 def attend(
     store: KvStore, lane: PolledLane, layer: int, step: StepTables, request: Array, out: Array, lse: Array
 ) -> None:
-    """Launch the attention of a request, uint8 on the device, for a step that ``is_servable``."""
+    """Launch the attention of ``request``, uint8 in device memory, for a step that ``is_servable``."""
     spec, rows, new = store.attentions[layer], step.rows, None
     if len(rows.appends):
         k, v = read_kept(request, spec, store.dtype, rows)
@@ -78,11 +77,11 @@ def attend(
     lane.attend(layer, step.tables[0][0].table, q, out, lse, spec, new if step.appends else None)
 
 
-class Ahead:
-    """The steps of a memory worker that its device serves. The worker's thread owns it.
+class DeviceSteps:
+    """Decides which steps of a memory worker its device serves, and launches them. The worker's thread owns it.
 
     Attributes:
-        busy_s: seconds that the device has spent on messages.
+        busy_s: Seconds that the device has spent on messages.
     """
 
     def __init__(self, store: KvStore, links: Links, timeline: Timeline) -> None:
@@ -98,17 +97,17 @@ class Ahead:
         self._stale = False  # links have changed since they were mapped
         self.busy_s = 0.0
 
-    def use(self, channels: Mapping[str, Channel], pipeline: Pipeline, computes: Sequence[str]) -> None:
-        """Use these compute workers and the links to them from now on.
+    def change_channels(self, channels: Mapping[str, Channel], pipeline: Pipeline, computes: Sequence[str]) -> None:
+        """Replace the links to compute workers.
 
-        While the device waits for messages, it can neither take up nor leave memory: until its steps have ended, the
-        host serves all new ones.
+        Arenas cannot be mapped or unmapped while the device polls. Until its steps have ended, the host serves all new
+        steps.
         """
         self._channels, self._pipeline, self._computes = channels, pipeline, tuple(computes)
         self._stale = self._polled is not None
-        self._renew()
+        self._map_links()
 
-    def _renew(self) -> None:
+    def _map_links(self) -> None:
         """Map new links and unmap those that have ended, if links have changed and the device serves no step."""
         if self._polled is None or not self._stale or self._runs:
             return
@@ -141,12 +140,12 @@ class Ahead:
 
     @property
     def is_used(self) -> bool:
-        """True if the device may serve messages."""
+        """Whether the device may serve messages."""
         return bool(self._lanes)
 
     @property
     def is_busy(self) -> bool:
-        """True if a message has arrived that the device has not answered: the host should look again soon."""
+        """Whether a message has arrived that the device has not replied to."""
         return bool(self._seen)
 
     def beat(self) -> None:
@@ -155,13 +154,13 @@ class Ahead:
             self._lanes[number].stream.beat()
 
     def begin(self, lane: Lane) -> bool:
-        """Return whether the device serves a lane's first step, which is decided once, and begin if it does."""
+        """Launch a lane's first step if the device serves it; return whether it does. Decided once per step."""
         if not lane.steps or lane.number >= len(self._lanes):
             return False
         if lane.number in self._runs:
             return True
         step = lane.steps[0]
-        self._renew()
+        self._map_links()
         if not lane.is_idle or self._left.get(lane.number) == step.plan.turn:
             return False
         run = self._plan(lane.number, step) if is_servable(step) and not self._stale else None
@@ -176,7 +175,7 @@ class Ahead:
         return True
 
     def _plan(self, lane: int, step: StepTables) -> _Run | None:
-        """Return how the device serves a step; None if it cannot."""
+        """Return the peer and booked slot of a step; None if the device cannot serve the step."""
         specs, rows = self._store.attentions, step.rows
         if self._store.shards.sharers(self._pipeline.ranks) > 1:
             return None  # it attends to K and V that another rank's lane may still fetch, on another stream
@@ -192,22 +191,21 @@ class Ahead:
         return None if booked is None else _Run(step, peer, *booked)
 
     def _peer(self, lane: int, step: StepTables, layer: int) -> str:
-        """Return the worker that sends the request for an attention and gets the answer of the attention before."""
+        """Return the worker that requests attention ``layer`` and receives the reply of the attention before."""
         ranks, plan = self._pipeline.ranks, step.plan
         stage = self._pipeline.stage(plan.lane, plan.turn, layer, plan.rotates)
         return self._computes[stage * ranks + lane % ranks]
 
     def _has_slots(self, peer: str) -> bool:
-        """Return whether at most as many lanes use the link to a compute worker as the link has slots.
+        """Return whether the link to a compute worker has a slot for each lane that uses it.
 
-        Then each lane may book a slot. If two lanes shared an unbooked slot, they might wait for each other, since a
-        peer does not know which of its slots are booked.
+        Only then may lanes book slots: a peer does not know which slots are booked, so two lanes that share an unbooked
+        slot could deadlock.
         """
         replica, lanes = self._computes.index(peer) // self._pipeline.workers, range(self._pipeline.lanes)
         return sum(replica in self._pipeline.replicas_of(lane) for lane in lanes) <= SLOTS
 
     def _launch(self, number: int, run: _Run) -> None:
-        """Launch attentions until the window is full."""
         lane, step, ranks = self._lanes[number], run.step, self._pipeline.ranks
         direct, channel = self._direct[run.peer], self._channels[run.peer]
         while run.launched < min(run.done + WINDOW, len(self._store.attentions)):
@@ -225,7 +223,10 @@ class Ahead:
             run.launched += 1
 
     def advance(self, lanes: Sequence[Lane]) -> bool:
-        """Record what the device has done, and launch more; return whether a step has ended. Raises DeadlineError."""
+        """Record the attentions that the device has completed, and launch more.
+
+        Returns whether a step has ended. Raises DeadlineError.
+        """
         ended = False
         for lane in lanes[: len(self._lanes)]:
             run = self._runs.get(lane.number)
@@ -241,7 +242,6 @@ class Ahead:
         return ended
 
     def _settle(self, number: int, run: _Run) -> None:
-        """Record the attentions of a lane that the device has answered."""
         stream = self._lanes[number].stream
         stream.raise_failure()
         while run.done < run.launched and (done_ns := int((row := stream.records[run.done % WINDOW])["done_ns"])):
@@ -255,10 +255,10 @@ class Ahead:
             self._direct[name].their_arena.nudge()
             run.done += 1
         if self._hub.keeping:
-            self._hub.go_on()  # headers may have brought credits
+            self._hub.send_kept()  # headers may have brought credits
 
-    def take(self, lane: Lane, channel: Channel, slot: int) -> bool:
-        """Leave a lane's message in a slot to the device; return False if the device does not serve the lane's step."""
+    def leave_to_device(self, lane: Lane, channel: Channel, slot: int) -> bool:
+        """Leave the message in a slot to the device; return False if the device does not serve the lane's step."""
         if not self.begin(lane):
             return False
         channel.close_slot(slot)
@@ -266,7 +266,7 @@ class Ahead:
         return True
 
     def drop(self) -> None:
-        """End all waits, and forget all steps: the device reads and writes no more messages. Raises TransportError."""
+        """Abort all steps that the device serves; it then reads and writes no messages. Raises TransportError."""
         streams = [self._lanes[number].stream for number in self._runs]
         for stream in streams:
             stream.abort()
@@ -279,7 +279,7 @@ class Ahead:
         self._seen.clear()
 
     def close(self) -> None:
-        """End the device's work and its use of all arenas. Idempotent."""
+        """Stop the device and unmap all arenas. Idempotent."""
         for lane in self._lanes:
             lane.stream.close()
         if self._polled is not None:

@@ -1,0 +1,138 @@
+"""The channels of gpt-oss ("harmony"): the parser of its answers, and the grammar of answers that must match a form.
+
+An answer is a list of messages ``<|start|>assistant<|channel|>CHANNEL<|message|>TEXT<|end|>``. The channel analysis has
+reasoning, final the answer, and commentary calls, whose header names the function (``to=functions.NAME``), or text for
+the user. The prompt ends with ``<|start|>assistant``. ``<|call|>`` and ``<|return|>`` end the answer.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+
+from lamina.text.tool_calls import CallArguments, CallBegins, Content, Event, Reasoning, held_back
+
+MARKER = "<|channel|>"
+"""What the template of a model that writes channels contains."""
+
+MARKERS = ("<|start|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", MARKER, "<|constrain|>")
+"""Special tokens of the format."""
+
+_MESSAGE = "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", MARKER)
+"""Markers that end a message. A model may leave out ``<|end|>``, and go on with the next header."""
+
+_MOST_HEADER = 256
+"""Characters of the longest header; a longer text without ``<|message|>`` is content."""
+
+
+class ChannelAnswer:
+    """Divides an answer in channels into reasoning, content and tool calls."""
+
+    def __init__(self, prompt: str) -> None:
+        """``prompt``: its end says where the answer begins: in a header, in a message, or outside of the format."""
+        tail = prompt.rpartition("<|start|>")[2]
+        self._rest = ""
+        self._in_header = "<|start|>" in prompt
+        self._kind: type[Content] | type[Reasoning] | None = Content  # None: a call
+        self._index = -1
+        self._had_arguments = True
+        if self._in_header and tail != "assistant":
+            self.append(tail)
+        self._begun = not self._in_header
+
+    def append(self, text: str) -> list[Event]:
+        """Return what further text adds."""
+        self._rest += text
+        events: list[Event] = []
+        while self._read_header(events) if self._in_header else self._read_message(events):
+            pass
+        return events
+
+    def flush(self) -> list[Event]:
+        """Return what was held back. A header that the answer's end cuts off is left out."""
+        rest, self._rest = self._rest, ""
+        events: list[Event] = []
+        if not self._in_header:
+            self._add(rest, events)
+            self._end_message(events)
+        elif rest and not self._begun and not rest.startswith("<|"):
+            events.append(Content(rest))
+        return events
+
+    def _read_header(self, events: list[Event]) -> bool:
+        header, found, rest = self._rest.partition(_MESSAGE)
+        if not found and len(header) <= _MOST_HEADER:
+            return False
+        self._in_header, self._begun = False, True
+        self._kind = Content
+        if not found:
+            return True
+        self._rest = rest
+        to = re.search(r"\bto=([^\s<]+)", header)
+        channel = re.search(r"<\|channel\|>\s*(\w+)", header)
+        if to is not None and to[1] not in ("assistant", "all"):
+            self._kind, self._had_arguments = None, False
+            self._index += 1
+            events.append(CallBegins(self._index, to[1].removeprefix("functions.")))
+        elif channel is not None and channel[1] == "analysis":
+            self._kind = Reasoning
+        return True
+
+    def _read_message(self, events: list[Event]) -> bool:
+        places = [(place, end) for end in _ENDS if (place := self._rest.find(end)) >= 0]
+        if not places:
+            held = held_back(self._rest, *_ENDS)
+            self._add(self._rest[: len(self._rest) - held], events)
+            self._rest = self._rest[len(self._rest) - held :]
+            return False
+        place, end = min(places)
+        self._add(self._rest[:place], events)
+        self._end_message(events)
+        self._rest = self._rest[place:] if end == MARKER else self._rest[place + len(end) :]
+        self._in_header = True
+        return True
+
+    def _add(self, text: str, events: list[Event]) -> None:
+        if not text:
+            return
+        self._had_arguments = True
+        events.append(CallArguments(self._index, text) if self._kind is None else self._kind(text))
+
+    def _end_message(self, events: list[Event]) -> None:
+        if self._kind is None and not self._had_arguments:
+            events.append(CallArguments(self._index, "{}"))
+        self._kind = Content
+
+
+_REASONING = """reasoning: <|channel|> "analysis" <|message|> FREE <|end|> <|start|> "assistant"
+FREE: /(.|\\n)*/
+"""
+
+
+def answer_grammar(rule: str, prompt: str) -> str:
+    """Return the grammar, in Lark's syntax, of an answer with reasoning whose message in ``final`` matches ``rule``.
+
+    Args:
+        rule: The right side of a Lark rule.
+        prompt: If it ends within a message, the answer goes on with that message, and is ``rule`` alone.
+    """
+    if "<|start|>" not in prompt or _MESSAGE in prompt.rpartition("<|start|>")[2]:
+        return f"start: {rule}\n"
+    return f'start: reasoning? <|channel|> "final" <|message|> answer\n{_REASONING}answer: {rule}\n'
+
+
+def calls_grammar(functions: Mapping[str, str]) -> str:
+    """Return the grammar, in Lark's syntax, of an answer with reasoning that calls one of ``functions``.
+
+    A message of a call ends the answer, so that there is always one call.
+
+    Args:
+        functions: By name: the right side of the Lark rule of the arguments.
+    """
+    rules = [_REASONING]
+    for number, (name, rule) in enumerate(functions.items()):
+        to = json.dumps(f"commentary to=functions.{name} ", ensure_ascii=False)
+        rules.append(f'call{number}: <|channel|> {to} <|constrain|> "json" <|message|> arguments{number}\n')
+        rules.append(f"arguments{number}: {rule}\n")
+    calls = " | ".join(f"call{number}" for number in range(len(functions)))
+    return f"start: reasoning? ({calls})\n" + "".join(rules)

@@ -1,0 +1,136 @@
+"""Replicas of ranks and stages that lose a worker, on real processes: they are replaced, and the tokens stay."""
+
+import os
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lamina.core.types import CompletionOutput
+from lamina.engine.engine import Engine
+from lamina.launch import launch
+from tests.support.running import REQUESTS, Killable, Streams, assert_same, config, wait_for_recoveries
+from tests.support.waiting import wait_until
+
+SERVING = {"serving"}
+
+
+def wait_for_whole(engine: Engine, computes: int, memories: int) -> None:
+    """Wait until all pools have so many workers, all of which serve."""
+
+    def is_whole() -> bool:
+        stats, sizes = engine.stats(), engine.topology.sizes
+        assert stats.dead is None, stats.dead
+        return sizes == {"compute": computes, "memory": memories} and {*stats.workers.values()} == SERVING
+
+    wait_until(is_whole, "a worker is not replaced")
+
+
+@pytest.mark.parametrize(
+    ("computes", "victims", "settings"),
+    [
+        pytest.param(2, ["compute1"], {"tensor_parallel": 2}, id="the only replica, of ranks"),
+        pytest.param(
+            2, ["compute0"], {"pipeline_parallel": 2}, id="the only replica, of stages", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            2, ["compute0"], {"tensor_parallel": 2, "memory": "local"}, id="with its KV", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            4,
+            ["compute2"],
+            {"tensor_parallel": 2, "memory": "local"},
+            id="one of two with local memory",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            4,
+            ["compute3"],
+            {"tensor_parallel": 2, "pipeline_parallel": 2},
+            id="ranks of stages",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            4,
+            ["compute0", "compute3"],
+            {"tensor_parallel": 2, "lanes": 4, "pipelining": "fixed"},
+            id="both replicas at once",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            4,
+            ["compute1", "memory0"],
+            {"tensor_parallel": 2, "pipelining": "rotational", "transport": "tcp"},
+            id="rotating, and a memory worker",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            4, ["compute0"], {"pipeline_parallel": 2, "lanes": 5}, id="one of two of stages", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_lost_replica_is_replaced_as_a_whole(
+    computes: int,
+    victims: Sequence[str],
+    settings: dict[str, Any],
+    checkpoint: Path,
+    undisturbed: list[list[CompletionOutput]],
+) -> None:
+    """Twice, the second time the replacement: requests go on with the same tokens, and no process is left."""
+    wanted = replace(config(checkpoint, computes, 2, max_restarts=8), **settings)
+    memories = 0 if wanted.memory == "local" else 2
+    workers = Killable()
+    engine = launch(wanted, workers=workers)
+    pids = workers.pids
+    try:
+        streams = Streams(engine, REQUESTS)
+        streams.wait_for_tokens(150)
+        for name in victims:
+            workers.signal(name, signal.SIGKILL)
+        wait_for_recoveries(engine, 1)
+        wait_for_whole(engine, computes, memories)
+        last = engine.topology.replicas[-1]
+        assert not pids.keys() & {*last} and not psutil.pid_exists(pids[victims[0]])
+        assert_same(streams.results(), undisturbed)
+        pids |= workers.pids
+        streams = Streams(engine, REQUESTS)
+        streams.wait_for_tokens(100)
+        workers.signal(last[0], signal.SIGKILL)
+        wait_for_recoveries(engine, 2)
+        wait_for_whole(engine, computes, memories)
+        assert_same(streams.results(), undisturbed)
+        assert {*last}.isdisjoint(engine.topology.names)
+        wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")
+        pids |= workers.pids
+    finally:
+        engine.close()
+    assert not [name for name, pid in pids.items() if psutil.pid_exists(pid)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_replicas_are_replaced_as_often_as_max_restarts_says(settings: dict[str, int], checkpoint: Path) -> None:
+    """Not each worker of a replica counts: the second loss, not the first, ends the engine."""
+    workers = Killable()
+    engine = launch(config(checkpoint, 2, 2, max_restarts=1, **settings), workers=workers)
+    pids = workers.pids
+    try:
+        streams = Streams(engine, REQUESTS)
+        streams.wait_for_tokens(100)
+        os.kill(pids["compute0"], signal.SIGKILL)
+        wait_for_recoveries(engine, 1)
+        wait_for_whole(engine, 2, 2)
+        pids |= workers.pids
+        victim = engine.topology.computes[1]
+        os.kill(pids[victim], signal.SIGKILL)
+        failed = [output for output in streams.wait() if output.error]
+    finally:
+        engine.close()
+    why = f"worker {victim} is gone"
+    assert failed and all(re.search(why, str(output.error), re.DOTALL) for output in failed)
+    assert not [name for name, pid in pids.items() if psutil.pid_exists(pid)]

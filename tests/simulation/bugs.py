@@ -1,0 +1,251 @@
+"""Put faults of this repository's history back, one at a time: ``python -m tests.simulation.bugs``.
+
+Each of them undoes one fix in a copy of the tree. The simulation runs there, seed after seed, until a run fails. Faults
+that it does not find show what it leaves out.
+"""
+
+import argparse
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("lamina", "splitter", "transport", "tests/simulation")
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A fault, put back by the replacement of ``fixed`` by ``broken`` in a file.
+
+    Attributes:
+        what: What went wrong.
+        commit: What has fixed it.
+    """
+
+    name: str
+    what: str
+    commit: str
+    path: str
+    fixed: str
+    broken: str
+
+    def put_back(self, text: str) -> str:
+        """Return the text of the file with the fault. Raises ValueError if the fix has moved."""
+        if (count := text.count(self.fixed)) != 1:
+            raise ValueError(
+                f"{self.path} has the fix of {self.name} ({self.commit}) {count} times: say what undoes it"
+            )
+        return text.replace(self.fixed, self.broken)
+
+
+BUGS = [
+    Bug(
+        "aborted_twice",
+        "Aborting a request twice while its last step runs ends the engine.",
+        "99b6f8bf",
+        "lamina/engine/engine.py",
+        """\
+        tracked = self._tracked.get(request_id)
+        if tracked is not None:
+            self._scheduler.abort(request_id, suspect)
+""",
+        """\
+        tracked = self._tracked[request_id]
+        if tracked is not None:
+            self._scheduler.abort(request_id, suspect)
+""",
+    ),
+    Bug(
+        "admitted_twice",
+        "A request that is preferred stays in the queue, and is admitted twice.",
+        "e9878b07",
+        "lamina/schedule/admission.py",
+        """\
+                self._skip(neediest)
+""",
+        """\
+                self._skipped[neediest] = self._steps
+""",
+    ),
+    Bug(
+        "ended_before_forks",
+        "A first completion that has ended is released before the others are forked from it.",
+        "2f735064",
+        "lamina/schedule/lane.py",
+        """\
+        ended = [(group, completion) for group, completion in self.ending if not group.is_forked_from(completion)]
+""",
+        """\
+        ended = list(self.ending)
+""",
+    ),
+    Bug(
+        "fence_open",
+        "A worker begins the next epoch before its peers have rung, and reads messages of the last one.",
+        "41e4c148",
+        "lamina/worker/fence.py",
+        """\
+            self._links.ring(peer, _ring_value(self.epoch))
+""",
+        """\
+            self._links.ring(peer, _ring_value(self.epoch))
+        self._missing = []
+""",
+    ),
+    Bug(
+        "forgotten_unforked",
+        "After an epoch, a request is forgotten because completions that were not forked yet had a home that was lost.",
+        "805139e3",
+        "lamina/schedule/recipients.py",
+        """\
+            if known.admission is not None and sequence not in lengths:
+                known.place([])
+            elif known.admission is None and sequence in lengths and not topology.names.issuperset(known.homes):
+""",
+        """\
+            if known.admission is None and sequence in lengths and not topology.names.issuperset(known.homes):
+""",
+    ),
+    Bug(
+        "forks_undone",
+        "Completions whose forks the end of an epoch undid keep the step that they waited for.",
+        "269307ed",
+        "lamina/schedule/lane.py",
+        """\
+        for completion in group.completions:  # steps are counted from 0 again
+            completion.until = 0
+""",
+        """\
+        group.completions[0].until = 0
+""",
+    ),
+    Bug(
+        "kept_after_release",
+        "The prefix cache keeps the prompt of a first completion that has been released.",
+        "05440609",
+        "lamina/kv/prefix_cache.py",
+        """\
+        if first.released or self._is_leaving(first):
+""",
+        """\
+        if self._is_leaving(first):
+""",
+    ),
+    Bug(
+        "leaves_empty_pool",
+        "A worker leaves while the other pool has no worker.",
+        "05b38d93",
+        "lamina/engine/pools.py",
+        """\
+        for name in self._leaves.ready if self.topology.serves and not self._joins.is_linking else ():
+""",
+        """\
+        for name in self._leaves.ready if not self._joins.is_linking else ():
+""",
+    ),
+    Bug(
+        "leaves_while_joining",
+        "A worker leaves while another one is linked but has not entered, whose links are forgotten.",
+        "05b38d93",
+        "lamina/engine/changes.py",
+        """\
+        return self._current is not None
+""",
+        """\
+        current = self._current
+        return current is not None and current.stage is JoinStage.LINKING
+""",
+    ),
+    Bug(
+        "segments_unsorted",
+        "Segments of a sequence are not listed by first token, so that forks of split heads lose KV.",
+        "c19edcd0",
+        "lamina/core/segments.py",
+        """\
+    return sorted([*ended, new], key=lambda one: one.tokens[0])
+""",
+        """\
+    return [*ended, new]
+""",
+    ),
+    Bug(
+        "slot_never_freed",
+        "A reply stays in its slot after it has been read.",
+        "7b17d3a8",
+        "lamina/compute/exchange.py",
+        """\
+        for arrival in self._unread:
+""",
+        """\
+        for arrival in self._unread[1:]:
+""",
+    ),
+    Bug(
+        "windows_forget_early",
+        "Layers with a window forget tokens of a step that attends to nothing before it has ended.",
+        "8b541347",
+        "lamina/memory/holdings.py",
+        """\
+        for sequence, start in step_starts(steps, self._end).items():
+""",
+        """\
+        attends = [one for rows, _ in steps for one in (*rows.attends, *dict(rows.further).values())]
+        for sequence, start in {(one.sequence, one.start) for one in attends}:
+""",
+    ),
+]
+
+
+def main() -> int:
+    """Run the command line; the exit status is 1 if a fault was not found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.bugs", description=__doc__)
+    parser.add_argument("names", nargs="*", help="names of faults. Default: all")
+    parser.add_argument("--seconds", type=float, default=600.0, help="wall time for each fault")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each run")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the first run")
+    options = parser.parse_args()
+    chosen = [bug for bug in BUGS if not options.names or bug.name in options.names]
+    found = 0
+    for bug in chosen:
+        begun = time.perf_counter(), _used()
+        failure = _search(bug, options.seed, options.steps, options.seconds)
+        found += failure is not None
+        took = f"{time.perf_counter() - begun[0]:.0f} s ({_used() - begun[1]:.0f} s of a core)"
+        print(f"{bug.name:22} {took:26} {failure or 'NOT FOUND'}", flush=True)
+    print(f"{found} of {len(chosen)} found")
+    return 0 if found == len(chosen) else 1
+
+
+def _used() -> float:
+    """Return the seconds of processor time of all runs so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _search(bug: Bug, seed: int, steps: int, seconds: float) -> str | None:
+    """Return how a run fails with this fault; None if none does in time."""
+    with tempfile.TemporaryDirectory(prefix="lamina-bug-") as folder:
+        for part in PARTS:
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / part, Path(folder, part), symlinks=True, ignore=ignored)
+        file = Path(folder, bug.path)
+        file.write_text(bug.put_back(file.read_text()))
+        command = [sys.executable, "-m", "tests.simulation", "--seed", str(seed), "--steps", str(steps)]
+        command += ["--runs", "1000000", "--seconds", str(seconds), "--no-shrink"]
+        environment = {**os.environ, "PYTHONHASHSEED": "0"}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        if not done.returncode:
+            return None
+        seeds = [line for line in done.stdout.splitlines() if line.startswith("seed ")]
+        failure = next((line for line in done.stdout.splitlines() if line.startswith("FAILED")), done.stderr[-300:])
+        return f"{len(seeds)} runs, {seeds[-1] if seeds else 'no seed'}: {failure}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""What goes wrong in a simulated run, and the end of it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lamina.core.errors import LaminaError
+from tests.simulation.control import ENGINE, Process
+from tests.simulation.scenario import Fault
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import Simulation
+
+LAG_S = 0.02  # by how much a slow worker is late at most, whenever it wakes up
+CHANGES: Sequence[Mapping[str, int]] = [
+    {"compute": 1},
+    {"memory": 1},
+    {"memory": 1},
+    {"compute": 1, "memory": 1},
+    {"compute": 1, "memory": -1},
+    {"compute": -1, "memory": 1},
+    {"compute": -1},
+    {"memory": -1},
+    {"memory": -1},
+    {"compute": -1, "memory": -1},
+]
+"""Changes of the sizes of pools."""
+
+
+class Faults:
+    """Lets faults happen to a run.
+
+    Attributes:
+        happened: Numbers of the faults that have.
+    """
+
+    def __init__(self, run: "Simulation") -> None:
+        self._run = run
+        self.happened: list[int] = []
+
+    def happen(self, fault: Fault) -> None:
+        """Let a fault happen, unless the run is calm."""
+        if self._run.calm:
+            return
+        self.happened.append(fault.number)
+        act: Callable[[Fault], None] = getattr(self, f"_{fault.kind}")
+        act(fault)
+
+    def _tell(self, text: str) -> None:
+        self._run.world.tell(f"FAULT {text}")
+
+    def _later(self, fault: Fault, action: Callable[[], object]) -> None:
+        self._run.world.call_later(fault.seconds, action)
+
+    def _victim(self, fault: Fault) -> Process | None:
+        living = self._run.processes.living
+        names = sorted(living)
+        return living[names[int(fault.choice * len(names))]] if names else None
+
+    def _way(self, fault: Fault) -> tuple[str, str]:
+        ends = [*sorted(self._run.processes.living), ENGINE]
+        ways: Sequence[tuple[str, str]] = [(a, b) for a in ends for b in ends if a != b] or [(ENGINE, ENGINE)]
+        return ways[int(fault.choice * len(ways))]
+
+    def _kill(self, fault: Fault) -> None:
+        if (victim := self._victim(fault)) is not None:
+            self._tell(f"kill {victim.name}")
+            victim.exit("killed by signal 9")
+
+    def _stop(self, fault: Fault) -> None:
+        if (victim := self._victim(fault)) is not None:
+            self._tell(f"stop {victim.name} for {fault.seconds:g} s")
+            victim.task.stopped_until = self._run.world.now + fault.seconds
+
+    def _lag(self, fault: Fault) -> None:
+        if (victim := self._victim(fault)) is not None:
+            self._tell(f"{victim.name} is slow for {fault.seconds:g} s")
+            victim.task.lag_s = LAG_S
+            self._later(fault, partial(setattr, victim.task, "lag_s", 0.0))
+
+    def _block(self, fault: Fault) -> None:
+        way = self._way(fault)
+        self._tell(f"nothing gets from {way[0]} to {way[1]} for {fault.seconds:g} s")
+        self._run.network.block(*way)
+        self._later(fault, partial(self._run.network.unblock, *way))
+
+    def _part(self, fault: Fault) -> None:
+        way = self._way(fault)
+        self._tell(f"{way[0]} and {way[1]} are apart for {fault.seconds:g} s")
+        for one in (way, way[::-1]):
+            self._run.network.block(*one)
+            self._later(fault, partial(self._run.network.unblock, *one))
+
+    def _slow(self, fault: Fault) -> None:
+        way = self._way(fault)
+        self._tell(f"messages from {way[0]} to {way[1]} are slow for {fault.seconds:g} s")
+        self._run.network.slow_down(*way, fault.choice)
+        self._later(fault, partial(self._run.network.slow_down, *way, 0.0))
+
+    def _pause(self, fault: Fault) -> None:
+        task = self._run.engine_task
+        if task is not None and not self._run.is_down:
+            self._tell(f"stop the engine for {fault.seconds:g} s")
+            task.stopped_until = self._run.world.now + fault.seconds
+
+    def _refuse(self, fault: Fault) -> None:
+        self._tell(f"no process can be started for {fault.seconds:g} s")
+        self._run.processes.refuses = True
+        self._later(fault, partial(setattr, self._run.processes, "refuses", False))
+
+    def _disk(self, fault: Fault) -> None:
+        self._tell(f"disks fail for {fault.seconds:g} s")
+        self._run.disks.fail = True
+        self._later(fault, partial(setattr, self._run.disks, "fail", False))
+
+    def _restart(self, fault: Fault) -> None:
+        """Kill the engine, if each role has a member that runs: another engine needs these."""
+        run = self._run
+        assert run.engine is not None
+        members = run.engine.topology
+        if not run.is_down and run.saved and members.lacks(members.names - run.processes.living.keys()) is None:
+            self._tell("kill the engine")
+            run.kill_engine()
+
+    def _scale(self, fault: Fault) -> None:
+        run = self._run
+        assert run.engine is not None
+        if run.is_down:
+            return
+        changes = CHANGES[int(fault.choice * len(CHANGES))]
+        told = ", ".join(f"{role} {count:+d}" for role, count in changes.items())
+        self._tell(f"scale {told}")
+        try:
+            future = run.engine.scale(**changes)
+        except LaminaError as error:
+            run.world.tell(f"scale: {error}")
+            return
+        future.add_done_callback(lambda done: run.world.tell(f"scaled {told}: {done.exception() or done.result()}"))
+
+    def heal(self) -> None:
+        """End all faults that last."""
+        run = self._run
+        run.network.heal()
+        run.processes.refuses = run.disks.fail = False
+        tasks = [process.task for process in run.processes.living.values()]
+        for task in tasks if run.engine_task is None else [*tasks, run.engine_task]:
+            task.lag_s = 0.0
+            task.stopped_until = min(task.stopped_until, run.world.now)

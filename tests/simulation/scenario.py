@@ -1,0 +1,212 @@
+"""What a seed chooses: the cluster of a run, what clients ask for, and what goes wrong when.
+
+Each seed leaves out some kinds of faults and prefers some sizes of requests ("swarm testing", Groce et al. 2012): what
+needs many faults of one kind in a row, or none of another, does not come up where all are always mixed.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lamina.cluster.pool import CPU, LOCAL
+from lamina.cluster.refusals import refusals
+from lamina.config.engine_config import EngineConfig
+from lamina.core.errors import ConfigError
+from lamina.core.types import SamplingParams
+from tests.simulation.model import LAYERS, VOCABULARY
+
+LONGEST = 160  # tokens of a request
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The cluster of a run.
+
+    Attributes:
+        computes: Number of compute workers, those for prompts alone included.
+        memories: Number of memory workers.
+        local: Whether compute workers hold KV.
+        config: Settings of the engine.
+        jitter: How much longer messages take than on a quiet network, by plane, as ``Network.jitter``.
+    """
+
+    computes: int
+    memories: int
+    local: bool
+    config: EngineConfig
+    jitter: Mapping[str, float]
+
+
+def layout(seed: int) -> Layout:
+    """Return the cluster that a seed has."""
+    chance = random.Random(f"layout {seed}")
+    while True:
+        try:
+            made = _layout(chance)
+        except ConfigError:
+            continue
+        pools = [CPU] * made.computes, [LOCAL] * made.local + [CPU] * made.memories
+        if next(refusals(made.config, *pools), None) is None:
+            return made
+
+
+def _layout(chance: random.Random) -> Layout:
+    """Return a cluster, which the runtime may refuse."""
+    ranks, stages = chance.choice([1, 1, 1, 1, 1, 2]), chance.choice([1, 1, 1, 1, 1, 2, LAYERS])
+    replicas, prefill = chance.choice([1, 1, 2, 3]), chance.choice([0, 0, 0, 1])
+    memories, local = chance.choice([1, 2, 2, 3]), chance.random() < 0.3
+    if local:
+        memories -= 1
+    computes, units = (replicas + prefill) * ranks * stages, (replicas + prefill) * stages
+    partition = chance.choice(["auto", "auto", "token", "request", "head"])
+    longest = None if partition == "request" else chance.choice([None, None, 40])
+    sequences = chance.choice([2, 4, 4, 8])
+    spills = chance.random() < 0.3
+    pools = [LOCAL] * local + [f"{CPU}:{memories}"] * (memories > 0)
+    config = EngineConfig(
+        compute=f"{CPU}:{replicas * ranks * stages}",
+        prefill=f"{CPU}:{prefill * ranks * stages}" if prefill else None,
+        tensor_parallel=ranks,
+        pipeline_parallel=stages,
+        memory=",".join(pools),
+        transport="tcp",
+        threads=1,
+        kv_cache_memory_bytes=chance.choice([150_000, 250_000, 500_000]),
+        kv_tokens_per_worker=longest,
+        kv_overcommit=3.0 if spills else 1.0,
+        kv_spill_dir="disk" if spills else None,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=chance.choice([sequences, 16, 32, 64]),
+        max_model_len=LONGEST,
+        partition=partition,
+        lanes=units * chance.choice([1, 1, 2]) + chance.choice([0, 0, 1]),
+        pipelining=chance.choice(["fixed", "auto"]),
+        policy=chance.choice(["fifo", "fifo", "shortest", "priority", "slo"]),
+        slo_ttft_ms=chance.choice([200, 2000]),
+        slo_tbt_ms=chance.choice([None, None, 30]),
+        prefix_cache=chance.choice([True, True, False]),
+        plan_ahead=chance.choice([True, True, False]),
+        balance=chance.choice(["auto", "auto", "bandwidth", "throughput", "ledger"]),
+        max_restarts=1000,
+        generation_config="none",
+    )
+    jitter = {plane: chance.choice([1.0, 1.0, 20.0, 400.0]) for plane in ("control", "data", "fetch")}
+    return Layout(computes, memories, local, config, jitter)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of a client, and what the client does with it.
+
+    Attributes:
+        abort_at: When it is aborted, in seconds after it was sent.
+        again_s: How much later it is aborted once more.
+        cuts: By completion: after how many tokens the client ends it, as at a stop string.
+        next_s: How much later the next request comes.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    client: str
+    seed: int
+    abort_at: float | None
+    again_s: float | None
+    cuts: dict[int, int]
+    next_s: float
+
+
+class Load:
+    """The requests of a run, one after another."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = chance = random.Random(f"load {seed}")
+        self._pause_s = chance.choice([0.02, 0.1, 0.25, 0.25, 1.0])
+        self._burst = chance.choice([0.0, 0.5, 0.9])
+        self._clients = chance.choice([[1], [1, 1, 1], [8, 1], [20, 3, 1]])
+        self._completions = _some(chance, [1, 2, 3, 4])
+        self._longest = _some(chance, [1, 2, 5, 20, 60])
+        self._prompts = _some(chance, [1, 5, 20, 60])
+        self._stops = chance.choice([1, 8, 60])
+        self._aborts = chance.choice([0.0, 0.1, 0.5])
+        self._cuts = chance.choice([0.0, 0.0, 0.2])
+        self._shared = chance.choice([0.0, 0.5, 0.9])
+        self._prefixes = [self._tokens(chance.choice([8, 30, 60, 80, 100])) for _ in range(3)]
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._chance.randrange(VOCABULARY) for _ in range(count)]
+
+    def ask(self, longest: int, most: int) -> Asked:
+        """Return the next request, of at most ``longest`` tokens with a completion, and ``most`` completions."""
+        chance = self._chance
+        prompt = list(chance.choice(self._prefixes)) if chance.random() < self._shared else []
+        prompt += self._tokens(chance.choice(self._prompts))
+        params = SamplingParams(
+            n=min(most, chance.choice(self._completions)),
+            max_tokens=chance.choice(self._longest),
+            temperature=chance.choice([0.0, 1.0, 1.0]),
+            stop_token_ids=sorted(chance.sample(range(VOCABULARY), self._stops)),
+            ignore_eos=True,
+            priority=chance.choice([0, 0, 1, 2]),
+        )
+        cut = chance.random() < self._cuts
+        return Asked(
+            prompt[: max(1, longest - (params.max_tokens or 0) - 1)],
+            params,
+            f"client{chance.choices(range(len(self._clients)), self._clients)[0]}",
+            chance.getrandbits(32),
+            chance.choice([0.0, 0.05, 0.5, 2.0]) * chance.random() if chance.random() < self._aborts else None,
+            chance.choice([None, 0.0, 1e-3, 0.01]),
+            {chance.randrange(params.n): chance.randint(1, params.max_tokens or 1)} if cut else {},
+            0.0 if chance.random() < self._burst else chance.expovariate(1 / self._pause_s) / (1 - self._burst),
+        )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong: what, when, for how long, and a number that selects its victim."""
+
+    number: int
+    at: float
+    kind: str
+    seconds: float
+    choice: float
+
+
+KINDS: dict[str, float] = {
+    "kill": 3.0,
+    "stop": 2.0,
+    "lag": 1.0,
+    "block": 1.0,
+    "part": 1.0,
+    "slow": 1.0,
+    "scale": 3.0,
+    "pause": 1.0,
+    "refuse": 0.5,
+    "restart": 0.5,
+    "disk": 0.5,
+}
+"""Kinds of faults, and how often each comes where a seed has all."""
+
+LEFT_OUT = 0.5  # chance of a kind to be left out of a run
+
+
+def faults(seed: int, seconds: float) -> list[Fault]:
+    """Return the faults that a seed has within so many seconds."""
+    chance = random.Random(f"faults {seed}")
+    weights = {kind: weight for kind, weight in KINDS.items() if chance.random() >= LEFT_OUT}
+    pause_s, series = chance.choice([0.3, 0.7, 0.7, 2.0, 5.0]), chance.choice([0.0, 0.3, 0.6])
+    lengths = _some(chance, [0.02, 0.2, 1.0, 3.0, 8.0, 20.0])
+    found, at = list[Fault](), 0.0
+    while weights and at < seconds:
+        at += chance.expovariate(1.0) * (0.05 if chance.random() < series else pause_s)
+        kind = chance.choices([*weights], [*weights.values()])[0]
+        found.append(Fault(len(found), at, kind, chance.choice(lengths), chance.random()))
+    return found
+
+
+def _some(chance: random.Random, values: Sequence[T]) -> list[T]:
+    """Return some of the values, at least one."""
+    return chance.sample(values, chance.randint(1, len(values)))

@@ -1,0 +1,174 @@
+"""The channels of gpt-oss: answers whole and in pieces of every size, and what grammars of such answers allow."""
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from lamina.compute.constraints import Grammars
+from lamina.core.types import ChatSettings, StructuredOutputs
+from lamina.text.channels import MARKERS, ChannelAnswer
+from lamina.text.chat_format import ChatFormat
+from lamina.text.tools import NamedFunction, NamedTool, forced_calls
+from tests.text.test_tool_calls import read
+
+PROMPT = "<|start|>system<|message|>You are.<|end|><|start|>user<|message|>Hi<|end|><|start|>assistant"
+THOUGHT = "<|channel|>analysis<|message|>We < must.<|end|>"
+NEXT = "<|start|>assistant"
+ANSWERS: dict[str, tuple[str, tuple[str, str, list[tuple[str, str]]]]] = {
+    # As OpenAI's description of the format has them: https://cookbook.openai.com/articles/openai-harmony
+    "final": (THOUGHT + NEXT + "<|channel|>final<|message|>2 + 2 = 4.<|return|>", ("2 + 2 = 4.", "We < must.", [])),
+    "no reasoning": ("<|channel|>final<|message|>Hi <|x|>", ("Hi <|x|>", "", [])),
+    "call": (
+        THOUGHT + NEXT + '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"a": "<"}<|call|>',
+        ("", "We < must.", [("look", '{"a": "<"}')]),
+    ),
+    "recipient in the role": (
+        THOUGHT + NEXT + " to=functions.look<|channel|>commentary json<|message|>{}",
+        ("", "We < must.", [("look", "{}")]),
+    ),
+    "preamble": (
+        "<|channel|>commentary<|message|>I look.<|end|>"
+        + NEXT
+        + "<|channel|>commentary to=functions.look<|message|><|call|>",
+        ("I look.", "", [("look", "{}")]),
+    ),
+    "several": (
+        "<|channel|>commentary to=functions.a<|message|>1<|call|>" + NEXT + "<|channel|>commentary to=b<|message|>2",
+        ("", "", [("a", "1"), ("b", "2")]),
+    ),
+    "no end": (THOUGHT.removesuffix("<|end|>") + "<|channel|>final<|message|>Yes", ("Yes", "We < must.", [])),
+    "cut in a header": (THOUGHT + NEXT + "<|channel|>fin", ("", "We < must.", [])),
+    "no format": ("Hello <|you", ("Hello <|you", "", [])),
+    "empty": ("", ("", "", [])),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("seed", [None, *range(20)])
+def test_answers_are_divided_however_the_text_is_cut(answer: str, seed: int | None) -> None:
+    text, expected = ANSWERS[answer]
+    assert read(ChannelAnswer(PROMPT), text, None if seed is None else random.Random(seed)) == expected
+
+
+def test_an_answer_may_continue_a_message() -> None:
+    for prompt in (PROMPT + "<|channel|>final<|message|>So", "no format: So"):
+        assert read(ChannelAnswer(prompt), " it is.", None) == (" it is.", "", [])
+    assert read(ChannelAnswer(PROMPT + "<|channel|>analysis<|message|>So"), " it is.", None) == ("", " it is.", [])
+
+
+def test_text_without_the_format_is_content_although_it_is_long() -> None:
+    text = "plain " * 100
+    assert read(ChannelAnswer(PROMPT), text, random.Random(1)) == (text, "", [])
+
+
+def test_arguments_stream_before_they_are_complete() -> None:
+    parser = ChannelAnswer(PROMPT)
+    assert parser.append("<|channel|>commentary to=functions.look<|mess") == []
+    assert [len(parser.append(text)) for text in ('age|>{"a', '": 1', "}<|ca", "ll|>")] == [2, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "template", "channels"),
+    [
+        (ChatSettings(), "<|start|>assistant<|channel|>final<tool_call>", True),
+        (ChatSettings(tool_call_parser="openai"), "", True),
+        (ChatSettings(reasoning_parser="openai_gptoss"), "", True),
+        (ChatSettings(tool_call_parser="hermes"), "<|channel|>", False),
+        (ChatSettings(), "<tool_call>", False),
+    ],
+)
+def test_the_template_or_the_settings_say_that_a_model_writes_channels(
+    settings: ChatSettings, template: str, channels: bool
+) -> None:
+    form = ChatFormat.choose(settings, template)
+    assert form.channels is channels
+    assert form.needs_special(MARKERS, with_tools=False) is channels
+
+
+class Tokens:
+    """One token per character of ASCII, and the special tokens of the format."""
+
+    special_texts = {128 + place: marker for place, marker in enumerate(MARKERS)}  # noqa: RUF012
+
+    def token(self, token_id: int) -> str | None:
+        return self.special_texts.get(token_id, chr(token_id)) if token_id < 128 + len(MARKERS) else None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return (self.token(token_id) or "").encode()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids = []
+        while text:
+            found = next(
+                (token for token, marker in self.special_texts.items() if text.startswith(marker)), ord(text[0])
+            )
+            ids.append(found)
+            text = text[len(self.special_texts.get(found, " ")) :]
+        return ids
+
+
+EOS = {128 + MARKERS.index("<|call|>"), 128 + MARKERS.index("<|return|>")}
+
+
+def allows(wanted: StructuredOutputs, answer: str) -> bool:
+    """Whether ``answer`` may be drawn, and may end there."""
+    tokens = Tokens()
+    grammars: Any = Grammars(lambda: tokens, sorted(EOS))  # type: ignore[arg-type, return-value]
+    matcher = grammars.begin(wanted, 256).matcher
+    ids = tokens.encode(answer)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+LOOK: Mapping[str, Any] = {"name": "look", "parameters": {"type": "object", "properties": {"city": {"enum": ["x"]}}}}
+TOOLS: Any = [{"type": "function", "function": LOOK}, {"type": "function", "function": {"name": "stop"}}]
+FORM = ChatFormat("openai", None, channels=True)
+
+
+def call(name: str, arguments: str) -> str:
+    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}"
+
+
+@pytest.mark.parametrize("before", ["", THOUGHT + NEXT])
+def test_calls_that_are_required_come_in_their_channel(before: str) -> None:
+    wanted = forced_calls(TOOLS, "required", True, FORM, PROMPT)
+    assert wanted is not None
+    assert allows(wanted, before + call("look", '{"city": "x"}')) and allows(wanted, before + call("stop", "{}"))
+    assert not allows(wanted, before + call("look", '{"city": "y"}'))
+    assert not allows(wanted, before + call("jump", "{}"))
+    assert not allows(wanted, before + "<|channel|>final<|message|>No.")
+    named = forced_calls(TOOLS, NamedTool(NamedFunction("stop")), True, FORM, PROMPT)
+    assert named is not None
+    assert allows(named, before + call("stop", "{}")) and not allows(named, before + call("look", "{}"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fits", "fails"),
+    [
+        (StructuredOutputs(json={"type": "integer"}), "12", "x"),
+        (StructuredOutputs(regex="a/[0-9]+"), "a/1", "a1"),
+        (StructuredOutputs(choice=("yes", "no")), "no", "maybe"),
+        (StructuredOutputs(grammar='start: "<" digit ">"\ndigit: /[0-9]/'), "<1>", "<>"),
+        (StructuredOutputs(grammar='root ::= "<" [0-9] ">"'), "<1>", "<>"),
+    ],
+    ids=["json", "regex", "choice", "lark", "gbnf"],
+)
+def test_structured_outputs_hold_for_the_final_message(wanted: StructuredOutputs, fits: str, fails: str) -> None:
+    form = FORM.constrain(wanted, PROMPT)
+    final = "<|channel|>final<|message|>"
+    for before in (final, THOUGHT + NEXT + final):
+        assert allows(form, before + fits) and not allows(form, before + fails)
+    assert not allows(form, fits)
+    assert allows(FORM.constrain(wanted, PROMPT + final), fits)
+    think = ChatFormat("hermes", ("<think>", "</think>"))
+    inside = think.constrain(wanted, "<think>\n")
+    assert allows(inside, "hm 7</think>" + fits) and not allows(inside, fits)
+    assert think.constrain(wanted, "") == wanted
+
+
+def test_the_answer_of_a_required_call_is_read_as_a_call() -> None:
+    text = THOUGHT + NEXT + call("look", '{"city": "x"}')
+    (found,) = read(FORM.parser(PROMPT, None)(), text, None)[2]
+    assert found[0] == "look" and json.loads(found[1]) == {"city": "x"}
