@@ -69,7 +69,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
     highest, tokens = largest(scores)
     broken = [r for r, value in enumerate(highest.tolist()) if not math.isfinite(value)]
     if broken:
-        raise LogitsError(broken)
+        raise LogitsError(broken, ruled_out=bool(largest(logits[broken])[0].isfinite().all()))
     random = [r for r, row in enumerate(rows) if not row.params.greedy]
     if random:
         chosen, places = [rows[r] for r in random], torch.tensor(random, device=scores.device)

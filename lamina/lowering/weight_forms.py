@@ -6,7 +6,7 @@ multiplies int8 and fp8 weights by making each dense first.
 """
 
 import importlib.util
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from lamina import _native
 from lamina.core.errors import ConfigError
 from lamina.core.types import DType, Quantization
-from lamina.lowering.cpu_codes import PRODUCTS, can_pack, grouped_by, is_turned
+from lamina.lowering.cpu_codes import PRODUCTS, can_pack, grouped_by, is_turned, x_group
 from lamina.lowering.cpu_slices import LoweredModel, LoweredPart
 from lamina.models.quantisation.codes import (
     Codes,
@@ -159,6 +159,21 @@ class HostForm(_ModelForm):
 
     def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> ExpertCodes | None:
         return codes if dtype == torch.bfloat16 and all(map(can_pack, codes.each)) else None
+
+
+def require_byte_rows(tensors: Mapping[str, Weight]) -> None:
+    """Raise ConfigError if a CPU multiplies none of these weights by activations of 8 bits."""
+    if not _native.linear_takes_byte_rows():
+        raise ConfigError(
+            "--activation-dtype int8 needs AVX-512 with bfloat16 and VNNI, which this processor lacks: leave it out"
+        )
+    held = [weight for weight in tensors.values() if isinstance(weight, Codes | ExpertCodes)]
+    codes = [one for weight in held for one in (weight.each if isinstance(weight, ExpertCodes) else [weight])]
+    if not any(map(x_group, codes)):
+        raise ConfigError(
+            f"--activation-dtype int8 concerns weights held as int8 or int4 in groups that are multiples of 16 inputs, "
+            f"of which this model has none among {len(tensors)}: give --quantization int8 or int4, or leave it out"
+        )
 
 
 class PlacedForm(_ModelForm):

@@ -261,6 +261,17 @@ def test_masked_tokens_are_no_error_but_an_empty_choice_is() -> None:
         sample(logits, rows)
 
 
+def test_a_request_that_rules_out_every_token_is_told_from_a_broken_model() -> None:
+    logits = random_logits(2)
+    nothing = SamplingParams(allowed_token_ids=[10**6])
+    with pytest.raises(LogitsError, match=r"rule out every token") as error:
+        sample(logits, [Row(0, SamplingParams()), Row(1, nothing)])
+    assert error.value.rows == [1]
+    logits[0, 3] = math.nan
+    with pytest.raises(LogitsError, match="NaN or infinite"):
+        sample(logits, [Row(0, SamplingParams()), Row(1, nothing)])
+
+
 def test_rows_must_match_logits() -> None:
     with pytest.raises(ValueError, match=r"shape \[2, 60\]; 1 rows need \[1, vocabulary\]"):
         sample(random_logits(2), [Row(0, SamplingParams())])
