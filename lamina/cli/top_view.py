@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lamina.cli.client import ROLES
 from lamina.cli.console import show_size
 
 Json = Mapping[str, Any]
@@ -178,4 +179,4 @@ def _workers(now: Json) -> Text:
 def _state(now: Json, worker: str) -> Text:
     if (silent := now["silent_s"].get(worker)) is not None:
         return Text(f"no answer for {silent} s", style="bold yellow")
-    return Text(now["workers"].get(worker, "serving"))
+    return Text(now["workers"].get(worker, "serving") + ROLES.get(now["roles"].get(worker, "both"), ""))
