@@ -7,7 +7,16 @@ from lamina.control.timeline import Span
 from lamina.core.pipeline import Pipeline
 from lamina.core.steps import StepPlan
 from lamina.core.topology import FIRST, Epoch, Topology
-from lamina.core.types import AttentionSpec, DType, KvCacheDType, LoadFormat, Overlap, Polling, Quantization
+from lamina.core.types import (
+    ActivationDType,
+    AttentionSpec,
+    DType,
+    KvCacheDType,
+    LoadFormat,
+    Overlap,
+    Polling,
+    Quantization,
+)
 from lamina.dataplane.leases import ArenaPlan, Lease
 from lamina.dataplane.transport_choice import Offer, Transport
 
@@ -27,6 +36,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
             ``FileStore``).
         stage: which of ``stages`` parts of the slices to load.
         quantization: type to which the weights of linear layers are quantised.
+        activation_dtype: element type of the inputs of linear layers whose weights are held as codes.
         gpu_share: share of a GPU's memory that all its processes together may use.
     """
 
@@ -49,6 +59,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     stage: int = 0
     stages: int = 1
     quantization: Quantization = "none"
+    activation_dtype: ActivationDType = "auto"
     gpu_share: float = 1.0
 
 

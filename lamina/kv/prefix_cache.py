@@ -24,7 +24,7 @@ from lamina.core.requests import Completion, Group, Ids, ids_of
 from lamina.core.segments import moved
 from lamina.core.steps import Fork
 from lamina.core.types import Segment
-from lamina.kv.placement import Found, Placement
+from lamina.kv.placement import CachedPrefix, Placement
 from lamina.kv.prefix_tree import GRAIN, Node, PrefixTree, alike, match, most_rows
 
 SHORTEST = 16  # tokens; shorter common prefixes are not worth a fork
@@ -109,7 +109,7 @@ class PrefixCache:
 
     # -- requests that share ------------------------------------------------------------------------------------
 
-    def find(self, group: Group) -> dict[str, Found]:
+    def find(self, group: Group) -> dict[str, CachedPrefix]:
         """Return, by worker, the longest cached prefix of a request, without its last token, which must be computed.
 
         A request that is split over several workers shares no prefix.
@@ -123,7 +123,7 @@ class PrefixCache:
             node, length, _ = match(tree, group, worker, self._placement)
             if node is not None and length >= SHORTEST:
                 held = next((one.stop for one in node.path() if one.holders), 0)
-                found[worker] = Found(length, min(held, length))
+                found[worker] = CachedPrefix(length, min(held, length))
         return found
 
     def _may_share(self, group: Group) -> bool:

@@ -23,7 +23,7 @@ from lamina.control.timeline import Timeline
 from lamina.core.errors import PeerLostError, WorkerError
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Epoch, Topology
-from lamina.worker.device_slots import Mapper, Slots
+from lamina.worker.device_slots import DeviceSlots, Mapper
 from lamina.worker.fence import Fence
 from lamina.worker.links import Links, Newcomers
 
@@ -33,7 +33,7 @@ class WorkerLoop:
 
     def __init__(self, control: ControlClient, links: Links, device: Mapper, epoch: Epoch, trace: bool) -> None:
         self._control, self._links, self._wait = control, links, links.close_unused_endpoints()
-        self._slots, self._timeline = Slots(links, device), Timeline(trace)
+        self._slots, self._timeline = DeviceSlots(links, device), Timeline(trace)
         self._fence = Fence(control, links, epoch)
         self._newcomers = Newcomers(control, links)
         self._running = True
