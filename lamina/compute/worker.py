@@ -60,6 +60,7 @@ from lamina.worker.process import run_worker
 
 IDLE_SLICE_S = 1.0
 WAITING_SLICE_S = 0.05  # how long a worker that waits for messages may leave the end of an epoch unread
+AHEAD_SLICE_S = 1e-4  # between two looks for the next plan while the device runs a step
 
 
 @dataclass
@@ -276,6 +277,7 @@ class ComputeWorker(WorkerLoop):
         self._append_history(step)
         last = step.index < 0
         if step.is_launched:
+            self._answer()  # the engine plans the next step while the device runs this one
             self._take_in_next()
         drawing = self._timeline.now()
         done = self._draw(step.plan, logits) if last and step.ends_here else None
@@ -298,14 +300,18 @@ class ComputeWorker(WorkerLoop):
         self._await(lane)
 
     def _take_in_next(self) -> None:
-        """Prepare the next step, if its plan has arrived, while the device runs all slices of this one."""
-        if self._unread or all(len(lane.steps) > 1 for lane in self._lanes):
-            return
-        message = self._control.poll()
-        if isinstance(message, Step):
-            self._handle(message)
-        elif message is not None:
-            self._unread.append(message)  # what ends an epoch has to wait until this step has ended
+        """Prepare the next step, if its plan arrives, while the device runs all slices of this one."""
+        while self._whole is not None and not self._unread and any(len(lane.steps) < 2 for lane in self._lanes):
+            message = self._control.poll()
+            if isinstance(message, Step):
+                self._handle(message)
+                return
+            if message is not None:
+                self._unread.append(message)  # what ends an epoch has to wait until this step has ended
+            elif self._whole.has_ended():
+                return
+            else:
+                time.sleep(AHEAD_SLICE_S)
 
     def _report(self, lane: Lane, now: float) -> None:
         if now - lane.reported >= REPORT_S:

@@ -108,6 +108,9 @@ class WholeSteps(Protocol):
     def reserve(self, rows: int) -> None:
         """Prepare for steps of up to ``rows`` rows."""
 
+    def has_ended(self) -> bool:
+        """Return whether the device has run everything that it was given."""
+
     def run(self, rows: Rows, table: Any) -> torch.Tensor | None:
         """Append k and v, and return logits [rows, vocab] of a step whose rows attend to ``table``, in order; None if
         this step has to run slice by slice. The next step that runs here may overwrite them.
