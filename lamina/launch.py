@@ -29,10 +29,9 @@ from lamina.core.types import ChatSettings
 from lamina.engine.ending import OnTrace
 from lamina.engine.engine import Engine
 from lamina.models import directory
-from lamina.models.directory import ModelDirectory, checkpoint_digest
+from lamina.models.directory import ModelDirectory, checkpoint_digest, sampling_defaults
 from lamina.observe.step_trace import write_trace
 from lamina.schedule.policy import find_policy
-from lamina.text.defaults import sampling_defaults
 from lamina.text.tokenizer import Tokenizer
 from lamina.transport.listener import LOOPBACK
 

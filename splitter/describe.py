@@ -182,7 +182,6 @@ def as_dict(model: SplitModel) -> dict[str, Any]:
 
 
 def svg(model: SplitModel) -> str:
-    """Return a drawing as an SVG document."""
     shown = kinds(model)
     hidden = len(shown) - _MOST_KINDS
     if hidden > 0:

@@ -77,8 +77,8 @@ def write_operators(model: nn.Module, mode: FakeTensorMode, writes_in_place: boo
     positions = ids.new_empty(ids.shape)
     writer = _Writer()
     named = [*model.named_parameters(), *model.named_buffers()]
-    tensors = {writer.take_in(tensor, name.replace(".", "_")).name: name for name, tensor in named}
-    inputs = writer.take_in(ids, "ids"), writer.take_in(positions, "positions")
+    tensors = {writer.add_input(tensor, name.replace(".", "_")).name: name for name, tensor in named}
+    inputs = writer.add_input(ids, "ids"), writer.add_input(positions, "positions")
     writer.count_rows(inputs[0])
     with (
         enable_python_dispatcher(),
@@ -126,8 +126,7 @@ class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: list[Tensor] = []  # so that no id() is reused
         self._sizes: dict[sympy.Expr, fx.Node] = {}
 
-    def take_in(self, tensor: Tensor, name: str) -> fx.Node:
-        """Add an input to the graph."""
+    def add_input(self, tensor: Tensor, name: str) -> fx.Node:
         with self._graph.inserting_before(self._inputs):
             node = self._graph.placeholder(name)
         self._assign(tensor, node)
@@ -141,7 +140,6 @@ class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes[rows.node.expr] = count
 
     def build(self, result: Tensor) -> fx.Graph:
-        """Return the graph of ``result``."""
         self._graph.output(self._node(result))
         self._graph.erase_node(self._inputs)
         self._graph.eliminate_dead_code()
@@ -186,7 +184,7 @@ class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return node
         if isinstance(tensor, FakeTensor):
             raise OperatorsError(f"{self.path[-1]} uses a tensor {list(tensor.shape)} of unknown origin")
-        node = self.take_in(tensor, f"literal_{len(self.literals)}")
+        node = self.add_input(tensor, f"literal_{len(self.literals)}")
         self.literals[node.name] = tensor
         return node
 
@@ -296,7 +294,6 @@ class LayerRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def attentions(self) -> int:
-        """Number of attentions seen."""
         return len(self._stretches) - 1
 
     def records(self) -> tuple[Record, ...]:

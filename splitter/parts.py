@@ -53,7 +53,6 @@ def union(parts: Iterable[Part], shape: Sequence[Any]) -> Part:
 
 
 def equal(a: Part, b: Part) -> bool:
-    """True if both are the same part."""
     return a.keys() == b.keys() and all(np.array_equal(a[dim], b[dim]) for dim in a)
 
 

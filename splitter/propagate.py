@@ -23,8 +23,8 @@ Needs = Mapping[fx.Node, Part]
 
 def needs(node: fx.Node, part: Part) -> Needs:
     """Return the parts of its inputs that ``node`` needs to compute ``part`` of its result. Raises MixesError."""
-    if (cut := Cut.from_node(node)) is not None:
-        return {cut.source: cut.needs(part)}
+    if (selection := Selection.from_node(node)) is not None:
+        return {selection.source: selection.needs(part)}
     if not part:
         return {}
     if is_pointwise(node):
@@ -63,7 +63,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Selection:
     """An operator that selects ``indices`` of dimension ``dim`` of ``source``: slice, select, or one result of a split.
 
     ``removes``: Whether the result lacks dimension ``dim``.
@@ -75,8 +75,8 @@ class Cut:
     removes: bool
 
     @classmethod
-    def from_node(cls, node: fx.Node) -> "Cut | None":
-        """Return the cut that a node makes; None for another operator, and along a dimension of symbolic size."""
+    def from_node(cls, node: fx.Node) -> "Selection | None":
+        """Return the selection that a node makes; None for another operator, and along a dimension of symbolic size."""
         arguments: Any = node.args
         if not arguments or not isinstance(arguments[0], fx.Node):
             return None
@@ -97,7 +97,7 @@ class Cut:
         return cls._from_slice(source, (dim or 0) % len(whole), slice(start, stop, step), whole)
 
     @classmethod
-    def _from_split(cls, split: fx.Node, source: Any, place: int, whole: tuple[Any, ...]) -> "Cut | None":
+    def _from_split(cls, split: fx.Node, source: Any, place: int, whole: tuple[Any, ...]) -> "Selection | None":
         arguments: Any = split.args
         if name(split) == "unbind":
             dim = (arguments[1] if len(arguments) > 1 else 0) % len(whole)
@@ -110,7 +110,7 @@ class Cut:
         return cls._from_slice(source, dim, bounds, whole)
 
     @classmethod
-    def _from_slice(cls, source: Any, dim: int, bounds: slice, whole: tuple[Any, ...]) -> "Cut | None":
+    def _from_slice(cls, source: Any, dim: int, bounds: slice, whole: tuple[Any, ...]) -> "Selection | None":
         numbers = (whole[dim], *(each for each in (bounds.start, bounds.stop, bounds.step) if each is not None))
         if not all(isinstance(each, int) for each in numbers):
             return None
@@ -177,7 +177,6 @@ def _cat(node: fx.Node, part: Part) -> Needs:
 
 
 def _reduction(node: fx.Node, part: Part) -> Needs:
-    """Handle reductions, which keep or drop the dimensions they run over."""
     source: Any = node.args[0]
     dims, keeps = reduced(node)
     kept = [dim for dim in range(len(sizes(source))) if keeps or dim not in dims]

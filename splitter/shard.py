@@ -28,9 +28,9 @@ from lamina.splitter.markers import ALL_REDUCE, ATTENTION
 from lamina.splitter.parts import WHOLE, Indices, MixesError, Part, Rank, block, equal, positions, runs, union
 from lamina.splitter.propagate import (
     VIEWS,
-    Cut,
     Needs,
     Product,
+    Selection,
     is_pointwise,
     name,
     needs,
@@ -175,8 +175,8 @@ class _Plan:
             except MixesError:
                 part = WHOLE
         self.parts[node], self.uses[node] = part, uses
-        cut = Cut.from_node(node)
-        for source in node.all_input_nodes if cut is None else [cut.source]:
+        selection = Selection.from_node(node)
+        for source in node.all_input_nodes if selection is None else [selection.source]:
             self._wanted[source].append(uses.get(source, WHOLE))
 
     def _attention(self, node: fx.Node, wanted: Part) -> tuple[Part, Needs]:
@@ -257,7 +257,7 @@ class _Writer:
 
     def _write(self, node: fx.Node) -> fx.Node:
         plan, part = self._plan, self._plan.parts[node]
-        cut = Cut.from_node(node)
+        selection = Selection.from_node(node)
         if node.op == "placeholder":
             copy = self._placeholder(node, part)
         elif node in plan.rows:
@@ -266,8 +266,10 @@ class _Writer:
             copy = self._join_outputs(node)
         elif node in plan.embeddings:
             copy = self._embed(node)
-        elif cut is not None and (part or plan.parts[cut.source] or cut.source not in node.all_input_nodes):
-            copy = self._cut(node, cut)
+        elif selection is not None and (
+            part or plan.parts[selection.source] or selection.source not in node.all_input_nodes
+        ):
+            copy = self._select(node, selection)
         elif part or any(plan.parts.get(source) for source in node.all_input_nodes):
             copy = self._compute(node, part)
         else:
@@ -343,9 +345,9 @@ class _Writer:
             self._held[key] = pieces[0] if len(pieces) == 1 else self._call(aten.cat.default, (pieces, dim), like=like)
         return self._held[key]
 
-    def _cut(self, node: fx.Node, cut: Cut) -> fx.Node:
-        copy = self._part(cut.source, self._plan.uses[node][cut.source])
-        return self._call(aten.select.int, (copy, cut.dim, 0), like=node) if cut.removes else copy
+    def _select(self, node: fx.Node, selection: Selection) -> fx.Node:
+        copy = self._part(selection.source, self._plan.uses[node][selection.source])
+        return self._call(aten.select.int, (copy, selection.dim, 0), like=node) if selection.removes else copy
 
     def _sum_over_inputs(self, node: fx.Node) -> fx.Node:
         product, uses = Product.from_node(node), self._plan.uses[node]

@@ -27,7 +27,6 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -99,7 +98,6 @@ class SliceOutput:
 
     @property
     def context(self) -> tuple[Tensor, ...]:
-        """The tensors for the next slice."""
         return self.results[3:]
 
     @property

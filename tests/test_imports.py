@@ -35,7 +35,7 @@ LEVELS = (
 ONLY_IN = {
     "lamina.planning": ("lamina/planning/*.py", "lamina/cli/*.py"),  # nothing that serves waits for a plan
     "torch.fx": ("splitter/*.py", "lamina/lowering/*.py"),
-    "networkx": ("splitter/cut.py", "lamina/kv/policies.py"),  # the min cut; cycles of debts
+    "networkx": ("splitter/cut.py", "lamina/kv/balancing.py"),  # the min cut; cycles of debts
     "ray": ("lamina/cluster/ray*.py",),
     "pyverbs": ("transport/rdma/*.py",),
     "cupy": ("*cuda*.py", "*triton*.py", "*gpu*.py", "transport/device/*.py"),

@@ -29,9 +29,8 @@ from lamina import (
     RequestOutput,
     SamplingParams,
 )
-from lamina.models.directory import BUNDLED, find
+from lamina.models.directory import BUNDLED, find, sampling_defaults
 from lamina.serve.engine_process import describe
-from lamina.text.defaults import sampling_defaults
 from lamina.text.tokenizer import Tokenizer
 from tests.support.whole_outputs import whole
 

@@ -38,8 +38,6 @@ _ANSWER = struct.Struct("<Q")  # position in the stream of the next byte that th
 
 
 class _Purpose(enum.IntEnum):
-    """What a connection is for."""
-
     RESUMED_STREAM = 0
     STREAM = 1
     FETCHES = 2

@@ -2,7 +2,7 @@
 
 A ``Lender`` is one copy of the weights. When its own blocks are used up, its sequences use free blocks of other copies,
 which run the attention over them. Otherwise it is the baseline ``Instance``: whole prompts first, paged KV, continuous
-batching. The runtime's own balancing policies (``lamina.kv.policies``) periodically select KV to move. A request's own
+batching. The runtime's own balancing policies (``lamina.kv.balancing``) periodically select KV to move. A request's own
 copy computes its prompt. Moves take no time, since they overlap with later steps.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lamina.kv.policies import ByDebt, Held, Load, Policy, View, Wish
+from lamina.kv.balancing import ByDebt, HeldTokens, Load, Policy, Proposal, View
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.simulate import Arrivals, Deployment, State, System
@@ -163,7 +163,7 @@ def view(lenders: Sequence[Lender]) -> View:
             away = home.away.get(sequence, Counter[Lender]())
             for place, blocks in [(home, sequence.blocks - away.total()), *away.items()]:
                 tokens[place] += BLOCK * blocks
-                held.append(Held(str(sequence.index), names[place], names[home], BLOCK * blocks))
+                held.append(HeldTokens(str(sequence.index), names[place], names[home], BLOCK * blocks))
     token_s = lenders[0].attention(10**6, 1) / 10**6
     loads = {
         names[one]: Load(BLOCK * one.blocks, BLOCK * one.spare, len(one.running), tokens[one], token_s)
@@ -172,14 +172,14 @@ def view(lenders: Sequence[Lender]) -> View:
     return View(loads, held, lenders[0].dense)
 
 
-def follow(lenders: Sequence[Lender], wishes: Sequence[Wish]) -> None:
+def follow(lenders: Sequence[Lender], proposals: Sequence[Proposal]) -> None:
     """Move what a policy wants moved."""
-    for wish in wishes:
-        source, target = lenders[int(wish.source)], lenders[int(wish.targets[0])]
+    for proposal in proposals:
+        source, target = lenders[int(proposal.source)], lenders[int(proposal.targets[0])]
         for home in lenders:
             for sequence in home.running:
-                if str(sequence.index) == wish.request:
-                    home.move(sequence, source, target, wish.tokens // BLOCK)
+                if str(sequence.index) == proposal.request:
+                    home.move(sequence, source, target, proposal.tokens // BLOCK)
 
 
 class Recall:
@@ -188,9 +188,9 @@ class Recall:
     def __init__(self) -> None:
         self._ledger = ByDebt()
 
-    def wishes(self, view: View) -> list[Wish]:
+    def propose(self, view: View) -> list[Proposal]:
         home = {one.request: one.home for one in view.held}
-        return [wish for wish in self._ledger.wishes(view) if wish.targets == (home[wish.request],)]
+        return [proposal for proposal in self._ledger.propose(view) if proposal.targets == (home[proposal.request],)]
 
 
 class Pooled(BaselineSimulation):
@@ -211,7 +211,7 @@ class Pooled(BaselineSimulation):
     def _end(self, instance: Instance, batch: Batch, seconds: float, now: float) -> None:
         if self.policy is not None and now >= self._look_s:
             self._look_s = now + LOOK_S
-            follow(self.lenders, self.policy.wishes(view(self.lenders)))
+            follow(self.lenders, self.policy.propose(view(self.lenders)))
         super()._end(instance, batch, seconds, now)
         for other in self._first:  # it may wait for what has just become free
             self._begin(other, now)

@@ -40,7 +40,7 @@ from rich.table import Table
 from bench.runtime.control import scripted
 from lamina.config.server_config import ServerConfig
 from lamina.control.agent_messages import Serving
-from lamina.control.frontend_messages import FrontendBootstrap, FrontendHello, Resume, Submit, packed
+from lamina.control.frontend_messages import FrontendBootstrap, FrontendHello, Resume, Submit, pack_tokens
 from lamina.core.types import NOBODY, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.frontends import Frontends
@@ -215,7 +215,7 @@ def discard(bootstrap: FrontendBootstrap, streams: int) -> None:
         requests.send(msgspec.msgpack.encode(FrontendHello()))
     params = SamplingParams(max_tokens=None, ignore_eos=True)
     requests.send(msgspec.msgpack.encode(Resume(0, [])))
-    submit = Submit(0, [packed([5, 6])] * streams, [params], NOBODY, list(range(streams)))
+    submit = Submit(0, [pack_tokens([5, 6])] * streams, [params], NOBODY, list(range(streams)))
     requests.send(msgspec.msgpack.encode(submit))
     while True:
         answers.recv()

@@ -25,8 +25,8 @@ from bench.runtime.placement import Run
 from lamina.config.engine_config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.engine.stats import LOOK_S
-from lamina.kv import policies
-from lamina.kv.policies import View, Wish
+from lamina.kv import balancing
+from lamina.kv.balancing import Proposal, View
 from lamina.launch import launch
 from lamina.schedule import moves
 
@@ -37,9 +37,9 @@ BOUNDS = (8, 16, 32, 64, 128)
 class Elsewhere:
     """Wants all tokens of all requests to be on another worker than now."""
 
-    def wishes(self, view: View) -> list[Wish]:
+    def propose(self, view: View) -> list[Proposal]:
         others = {worker: tuple(one for one in view.loads if one != worker) for worker in view.loads}
-        return [Wish(held.request, held.worker, others[held.worker], held.tokens) for held in view.held]
+        return [Proposal(held.request, held.worker, others[held.worker], held.tokens) for held in view.held]
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def engine(model: str, place: Path, arguments: argparse.Namespace, bound: int) -
         balance="bandwidth" if bound else "off",
     )
     with (
-        mock.patch.dict(policies.POLICIES, bandwidth=Elsewhere),
+        mock.patch.dict(balancing.POLICIES, bandwidth=Elsewhere),
         mock.patch.object(moves, "TOKENS_PER_STEP", bound),
     ):
         running = launch(config)

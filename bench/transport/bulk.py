@@ -248,7 +248,7 @@ def hold_memory(transport: Transport, bulk: str, secret: Secret, pipe: Connectio
                 number += 1
                 outbox.write_and_ring([answer], number)
         pulled, seconds = store.kept - kept, time.perf_counter() - start
-        while puller.awaited or puller.may_ask:
+        while puller.awaited or puller.can_start:
             puller.wait(endpoint.wait, [], 0.0, NoGapWork())
         pipe.send((pulled, seconds))
     work.close()

@@ -210,15 +210,14 @@ def sampling_params(
         RequestError: a value is out of range.
     """
     from lamina.cli.console import notes
-    from lamina.models.directory import find
-    from lamina.text.defaults import described, sampling_defaults
+    from lamina.models.directory import describe_defaults, find, sampling_defaults
 
     options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     given = {name: value for name, value in options.items() if value is not None}
     check_sampling(**given)
     defaults = sampling_defaults(find(config.model, weights=False, tokenizer=False), config.generation_config)
     if used := {name: value for name, value in defaults.items() if name not in given}:
-        notes().print(f"Sampling as in generation_config.json: {described(used)}.", soft_wrap=True)
+        notes().print(f"Sampling as in generation_config.json: {describe_defaults(used)}.", soft_wrap=True)
     seed = secrets.randbits(31) if seed is None else seed
     chosen: dict[str, Any] = {"max_tokens": None, "temperature": TEMPERATURE, **defaults, **given}
     return SamplingParams(**chosen, seed=seed)

@@ -179,7 +179,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
 
 def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
     """Return how heads are sharded. Raises ConfigError if memory workers must share heads and cannot."""
-    shards = HeadShards.over(loaded.attentions, plan.compute_setup.head_workers, plan.pipeline.ranks)
+    shards = HeadShards.for_model(loaded.attentions, plan.compute_setup.head_workers, plan.pipeline.ranks)
     if plan.compute_setup.local and (sharers := shards.sharers(plan.pipeline.ranks)) > 1:
         raise ConfigError(
             f"{sharers} ranks of a replica share each of the {shards.heads} KV heads, which local memory would have to "
@@ -224,7 +224,7 @@ def _links(plan: ClusterPlan) -> int:
 def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup) -> Fabric:
     """Return the fabric of a plan whose workers have sent their greetings."""
     pipeline, rows = plan.pipeline, plan.compute_setup.rows
-    may_move = any(one.rotates for one in (pipeline.start, *pipeline.choices))
+    may_move = any(one.rotates for one in (pipeline.first_arrangement, *pipeline.choices))
     context_nbytes = loaded.context_nbytes if may_move or pipeline.stages > 1 else 0
     sizes = messages(loaded.attentions, loaded.dtype, rows, context_nbytes, pipeline.ranks, _links(plan))
     fabric = Fabric(workers, plan, loaded, setup, sizes)

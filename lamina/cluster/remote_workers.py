@@ -312,7 +312,7 @@ class RemoteWorkers:
             arrived = list(self._decoded(decoder))
             with self._lock:
                 for identity, key, message in arrived:
-                    liveness.heard(identity.hex())
+                    liveness.on_message(identity.hex())
                     if (sender := self._agents.get(identity)) is not None:
                         self._silent.discard(sender.about.host)
                     self._take(identity, key, message)

@@ -49,7 +49,7 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
     place = _find_model(control, setup, tell)
     prepared = prepare(place, setup.dtype, lambda: tell("splitting", 0, 1), device.target, ranks.rank)
     tell("splitting", 1, 1)
-    shards = HeadShards.over(prepared.lowered.whole, setup.head_workers, setup.ranks)
+    shards = HeadShards.for_model(prepared.lowered.whole, setup.head_workers, setup.ranks)
     starts = divide(_slice_weights(prepared), setup.stages)
     stops = *starts[1:], len(prepared.lowered.parts)
     part = prepared.lowered.stage(range(starts[setup.stage], stops[setup.stage]))
@@ -70,7 +70,9 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
             form,
         )
         weights_held = _describe_weights(place, loaded, setup.quantization, prepared)
-        runner = device.runner(part, loaded, ranks.reduce if setup.ranks > 1 else None)
+        if setup.activation_dtype != "auto":
+            weights_held += f", activations in {setup.activation_dtype}"
+        runner = device.runner(part, loaded, ranks.reduce if setup.ranks > 1 else None, setup.activation_dtype)
         draws, own = min(setup.rows, setup.sequences), shards.of_rank(setup.ranks).count
         runner.reserve(setup.rows, draws, own)
     except (MemoryError, RuntimeError) as error:

@@ -106,7 +106,7 @@ class Mail:
             index -= len(channel.awaited)
         if index < len(coming):
             return self._store_piece(index)
-        self._hub.go_on()
+        self._hub.send_kept()
         return []
 
     def _receive_from(self, peers: Collection[str]) -> list[int]:
@@ -129,7 +129,7 @@ class Mail:
         channel.close_slot(slot)
         arrival = channel.read(slot)
         if self._hub.keeping:
-            self._hub.go_on()  # its header may bring credits
+            self._hub.send_kept()  # its header may bring credits
         if arrival.body is None:
             self._fetch(arrival)
             return None
@@ -155,14 +155,14 @@ class Mail:
         self._request_pieces()
 
     def _store_piece(self, index: int) -> list[int]:
-        self._fetcher.keep(index)
+        self._fetcher.finish(index)
         self._request_pieces()
         fetched, self._fetched = self._fetched, []
         return fetched
 
     def _request_pieces(self) -> None:
-        while self._fetcher.may_ask:
-            self._fetcher.ask()
+        while self._fetcher.can_start:
+            self._fetcher.start_next()
 
     def _deliver(self, arrival: Arrival) -> None:
         peer = arrival.channel.name

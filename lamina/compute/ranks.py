@@ -19,7 +19,7 @@ from torch import Tensor
 from lamina.control.messages import EndEpoch, Recall, Stop, ToWorker
 from lamina.control.sockets import ControlClient
 from lamina.core.errors import DeadlineError
-from lamina.dataplane.leases import ARRIVED, FETCHED, GIVEN_BACK, ORDER_NBYTES, SLOTS
+from lamina.dataplane.leases import ARRIVED, FETCHED, FREED, ORDER_NBYTES, SLOTS
 from lamina.dataplane.slot import Outbox, Slot
 from lamina.splitter import as_numpy
 from lamina.splitter.parts import Rank
@@ -149,7 +149,7 @@ class SliceOrder:
     """Makes all ranks of a stage run slices of several lanes in the order of rank 0. The worker's thread owns it.
 
     Links between ranks carry no messages with credits, so doorbells for credits are free for announcements:
-    ``GIVEN_BACK`` counts announcements sent, ``FETCHED`` announcements read. They are at the end of the first slot.
+    ``FREED`` counts announcements sent, ``FETCHED`` announcements read. They are at the end of the first slot.
     """
 
     def __init__(self, links: Links, wait: Wait, names: Sequence[str]) -> None:
@@ -161,11 +161,11 @@ class SliceOrder:
         self._followers: list[tuple[str, Outbox, int]] = []
         for name in others if self.leads else ():
             own, theirs = links.leases(name)
-            place = Slot(theirs.slot(1) - ORDER_NBYTES, ORDER_NBYTES, theirs.doorbell + GIVEN_BACK)
+            place = Slot(theirs.slot(1) - ORDER_NBYTES, ORDER_NBYTES, theirs.doorbell + FREED)
             self._followers.append((name, links.outbox(name, place), own.doorbell + FETCHED))
         if not self.leads:
             own, theirs = links.leases(leader)
-            self._bell, self._at = own.doorbell + GIVEN_BACK, own.slot(1) - ORDER_NBYTES
+            self._bell, self._at = own.doorbell + FREED, own.slot(1) - ORDER_NBYTES
             self._leader = links.outbox(leader, Slot(theirs.slot(0), 0, theirs.doorbell + FETCHED))
 
     def reset(self, first: int) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lamina import _native
 from lamina.compute.constraints import Constraint, forbid
-from lamina.control.logprobs import pack, pack_rows
 from lamina.control.messages import Draw
+from lamina.control.packed_logprobs import pack, pack_rows
 from lamina.core.errors import LogitsError
 from lamina.core.types import Logprob, SamplingParams
 from lamina.kernels.gpu.specialize import draw_program
@@ -69,7 +69,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
     highest, tokens = largest(scores)
     broken = [r for r, value in enumerate(highest.tolist()) if not math.isfinite(value)]
     if broken:
-        raise LogitsError(broken)
+        raise LogitsError(broken, ruled_out=bool(largest(logits[broken])[0].isfinite().all()))
     random = [r for r, row in enumerate(rows) if not row.params.greedy]
     if random:
         chosen, places = [rows[r] for r in random], torch.tensor(random, device=scores.device)

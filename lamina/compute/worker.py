@@ -62,6 +62,7 @@ from lamina.worker.process import run_worker
 
 IDLE_SLICE_S = 1.0
 WAITING_SLICE_S = 0.05  # how long a worker that waits for messages may leave the end of an epoch unread
+AHEAD_SLICE_S = 1e-4  # between two looks for the next plan while the device runs a step
 
 
 @dataclass
@@ -297,7 +298,7 @@ class ComputeWorker(WorkerLoop):
         peers = [member.name for member in topology.members if member.name != own]
         for member in topology.members:
             if member.role == "memory" and not self._links.has(member.name):
-                self._fence.miss(member.name)
+                self._fence.on_newcomer_lost(member.name)
         known = {*self._mail.channels, *topology.ranks_of(own)}
         new = [name for name in peers if name not in known and self._links.has(name)]
         joined = {name: self._links.channel(name) for name in new}
@@ -316,6 +317,7 @@ class ComputeWorker(WorkerLoop):
         self._append_history(step)
         last = step.index < 0
         if step.is_launched:
+            self._answer()  # the engine plans the next step while the device runs this one
             self._take_in_next()
         drawing = self._timeline.now()
         done = self._draw(step.plan, logits) if last and step.ends_here else None
@@ -340,14 +342,18 @@ class ComputeWorker(WorkerLoop):
         self._await(lane)
 
     def _take_in_next(self) -> None:
-        """Prepare the next step, if its plan has arrived, while the device runs all slices of this one."""
-        if self._unread or all(len(lane.steps) > 1 for lane in self._lanes):
-            return
-        message = self._control.poll()
-        if isinstance(message, Step):
-            self._handle(message)
-        elif message is not None:
-            self._unread.append(message)  # what ends an epoch has to wait until this step has ended
+        """Prepare the next step, if its plan arrives, while the device runs all slices of this one."""
+        while self._whole is not None and not self._unread and any(len(lane.steps) < 2 for lane in self._lanes):
+            message = self._control.poll()
+            if isinstance(message, Step):
+                self._handle(message)
+                return
+            if message is not None:
+                self._unread.append(message)  # what ends an epoch has to wait until this step has ended
+            elif self._whole.has_ended():
+                return
+            else:
+                time.sleep(AHEAD_SLICE_S)
 
     def _report(self, lane: Lane, now: float) -> None:
         if now - lane.reported >= REPORT_S:
@@ -439,7 +445,7 @@ class ComputeWorker(WorkerLoop):
             self._prompts.pop(sequence, None)
             self._drawn.pop(sequence, None)
 
-    def _take_in(self, plan: StepPlan) -> None:
+    def _apply_plan(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
         check_placements(plan, self._shards)
         share = None if self._memory is None else self._memory.apply_plan(plan)

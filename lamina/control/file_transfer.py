@@ -49,7 +49,6 @@ class FileSource(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
         return sum(file.nbytes for file in self.files)
 
 

@@ -23,7 +23,7 @@ class CompletionTokens(msgspec.Struct, array_like=True, gc=False):
     """New tokens of one completion.
 
     Attributes:
-        logprobs: packed logprobs (``control.logprobs``), one entry per token; empty if not requested.
+        logprobs: packed logprobs (``control.packed_logprobs``), one entry per token; empty if not requested.
         finish_reason: why the completion ends; None: it continues.
         stop_token: the stop token that ended the completion.
     """
@@ -191,11 +191,10 @@ class Stopped(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-def packed(tokens: Sequence[int]) -> bytes:
+def pack_tokens(tokens: Sequence[int]) -> bytes:
     """Return token ids as int32 bytes. Raises OverflowError for an id beyond int32."""
     return array.array("i", tokens).tobytes()
 
 
-def unpacked(prompt: bytes) -> list[int]:
-    """Return the token ids of a packed prompt."""
+def unpack_tokens(prompt: bytes) -> list[int]:
     return array.array("i", prompt).tolist()

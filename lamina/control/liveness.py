@@ -31,13 +31,12 @@ class Liveness:
             self._pinged = self.awake_s
         return due
 
-    def heard(self, worker: str) -> None:
+    def on_message(self, worker: str) -> None:
         """Record that a message from ``worker`` arrived in this turn. From then on, the worker is watched."""
         self._heard.pop(worker, None)
         self._heard[worker] = self.awake_s
 
     def unwatch(self, worker: str) -> None:
-        """Stop watching a worker."""
         self._heard.pop(worker, None)
 
     def is_quiet(self, worker: str) -> bool:

@@ -8,6 +8,7 @@ from lamina.core.pipeline import Pipeline
 from lamina.core.steps import StepPlan
 from lamina.core.topology import FIRST, Epoch, Topology
 from lamina.core.types import (
+    ActivationDType,
     AttentionSpec,
     DType,
     KvCacheDType,
@@ -36,6 +37,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
             ``FileStore``).
         stage: which of ``stages`` parts of the slices to load.
         quantization: type to which the weights of linear layers are quantised.
+        activation_dtype: element type of the inputs of linear layers whose weights are held as codes.
         gpu_share: share of a GPU's memory that all its processes together may use.
     """
 
@@ -58,6 +60,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     stage: int = 0
     stages: int = 1
     quantization: Quantization = "none"
+    activation_dtype: ActivationDType = "auto"
     gpu_share: float = 1.0
 
 
@@ -143,11 +146,7 @@ class Grant(msgspec.Struct, tag=True, frozen=True):
 
 
 class LinkWay(msgspec.Struct, array_like=True, frozen=True):
-    """How a worker reaches a peer.
-
-    Attributes:
-        lease: the part of the peer's arena that the worker may write into.
-    """
+    """How a worker reaches a peer. ``lease``: the part of the peer's arena that the worker may write into."""
 
     transport: Transport
     descriptor: bytes
@@ -362,11 +361,7 @@ class Registered(msgspec.Struct, tag=True, frozen=True):
 
 
 class Granted(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: the leases, by peer.
-
-    Attributes:
-        obstacle: why there are no leases; empty if there are.
-    """
+    """Worker to engine: the leases, by peer. ``obstacle``: why there are no leases; empty if there are."""
 
     leases: dict[str, Lease]
     obstacle: str = ""
@@ -387,11 +382,7 @@ class Connected(msgspec.Struct, tag=True, frozen=True):
 
 
 class Draw(msgspec.Struct, array_like=True, frozen=True):
-    """The token drawn for one sequence.
-
-    Attributes:
-        logprobs: packed by ``control.logprobs``; empty if none are wanted.
-    """
+    """The token drawn for one sequence. ``logprobs``: packed by ``packed_logprobs``; empty if none are wanted."""
 
     sequence: int
     token: int

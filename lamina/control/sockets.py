@@ -222,7 +222,6 @@ class ControlServer:
 
     @property
     def secret(self) -> Secret:
-        """The cluster's secret."""
         return self._secret
 
     @property
@@ -319,7 +318,7 @@ class ControlServer:
                 continue
             if worker not in self._members and worker not in self._joining:
                 continue  # a lost worker
-            self.liveness.heard(worker)
+            self.liveness.on_message(worker)
             if not identity.endswith(HEARTBEAT):
                 came = True
                 yield worker, decode(worker, payload)
@@ -347,7 +346,6 @@ class ControlServer:
 
 
 def _listen(router: "zmq.Socket[bytes]", host: str, port: int, listener: int | None) -> int:
-    """Let a socket listen, and return its port."""
     if listener is None:
         router.bind(f"tcp://{host}:{port or '*'}")
         return int(bytes(router.getsockopt(zmq.LAST_ENDPOINT)).decode().strip("\0").rpartition(":")[2])

@@ -32,11 +32,7 @@ class ClockReading(NamedTuple):
 
 @dataclass
 class Clock:
-    """Converts times of a remote clock to the local clock.
-
-    Attributes:
-        readings: Best reading of each batch, in order of time.
-    """
+    """Converts times of a remote clock to the local clock. ``readings``: the best reading of each batch, by time."""
 
     readings: list[ClockReading] = field(default_factory=list)
 
@@ -44,7 +40,7 @@ class Clock:
         """Add the one of ``readings`` with the shortest round trip."""
         self.readings.append(min(readings, key=lambda each: each.round_trip_ns))
 
-    def here(self, there_ns: int) -> int:
+    def to_local(self, there_ns: int) -> int:
         """Return the local time at remote time ``there_ns``. Drift is taken as constant between readings."""
         first, last = self.readings[0], self.readings[-1]
         span = last.there_ns - first.there_ns

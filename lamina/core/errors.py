@@ -84,12 +84,20 @@ class PlacementError(LaminaError):
         super().__init__(f"{placed}: {why}. This is a bug in Lamina; please report it with this message")
 
 
-class LogitsError(LaminaError):
-    """The logits are not finite in ``rows``, so no token can be drawn there."""
+NO_TOKEN_LEFT = "the request leaves no token to draw"
+"""How the error of a request begins that rules out every token."""
 
-    def __init__(self, rows: list[int]) -> None:
+
+class LogitsError(LaminaError):
+    """No token can be drawn in ``rows``: the logits are not finite, or the request rules out every token."""
+
+    def __init__(self, rows: list[int], ruled_out: bool = False) -> None:
+        """``ruled_out``: the logits of all these rows are finite, but for what the requests rule out."""
         super().__init__(
-            f"logits are NaN or infinite in rows {rows}: the checkpoint is broken, float16 overflows (run it in "
+            f"{NO_TOKEN_LEFT} in rows {rows}: its allowed_token_ids, min_tokens, stop_token_ids, bad_words or grammar "
+            "rule out every token; relax one of them"
+            if ruled_out
+            else f"logits are NaN or infinite in rows {rows}: the checkpoint is broken, float16 overflows (run it in "
             "bfloat16 or float32), or min_tokens, stop_token_ids or the grammar rule out every token"
         )
         self.rows = rows

@@ -29,7 +29,7 @@ class HeadShards:
     count: int = 1
 
     @classmethod
-    def over(cls, attentions: Sequence[AttentionSpec], workers: int, ranks: int = 1) -> "HeadShards":
+    def for_model(cls, attentions: Sequence[AttentionSpec], workers: int, ranks: int = 1) -> "HeadShards":
         """Return the fewest shards with which every rank of a replica has whole shards, and a sequence can be spread
         by heads over ``workers`` memory workers, or over as many as possible. With more ranks than KV heads, each KV
         head is a shard.

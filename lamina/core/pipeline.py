@@ -80,14 +80,13 @@ class Pipeline:
             )
 
     @property
-    def start(self) -> Arrangement:
-        """The arrangement at the start."""
+    def first_arrangement(self) -> Arrangement:
         return self.choices[0] if self.choices else Arrangement(self.lanes, self.rotates)
 
     @property
-    def moves(self) -> bool:
+    def may_rotate(self) -> bool:
         """True if a lane's context may travel between replicas."""
-        return self.replicas > 1 and any(one.rotates for one in (self.start, *self.choices))
+        return self.replicas > 1 and any(one.rotates for one in (self.first_arrangement, *self.choices))
 
     @property
     def announces(self) -> bool:
@@ -100,7 +99,7 @@ class Pipeline:
     @property
     def interchangeable(self) -> bool:
         """True if sequences may change lanes, and so replicas."""
-        return self.replicas == 1 or self.moves or bool(self.choices) or self.prefill > 0
+        return self.replicas == 1 or self.may_rotate or bool(self.choices) or self.prefill > 0
 
     def role(self, lane: int) -> LaneRole:
         """Return what a lane runs."""
@@ -129,7 +128,8 @@ class Pipeline:
         made = dataclasses.replace(self, lanes=lanes, replicas=replicas, choices=unique, prefill=0)
         if not prefill:
             return made
-        lanes = replicas if made.start.rotates else made.start.lanes
+        first = made.first_arrangement
+        lanes = replicas if first.rotates else first.lanes
         return dataclasses.replace(made, lanes=lanes, rotates=False, choices=(), prefill=prefill)
 
     def without_rotation(self) -> "Pipeline":

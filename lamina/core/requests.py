@@ -170,7 +170,6 @@ class Group:
 
     @property
     def workers(self) -> set[str]:
-        """The memory workers with segments of it."""
         return {segment.worker for one in self.completions if not one.released for segment in one.segments}
 
     def slots(self, completion: Completion, own: int, *, alone: bool = False) -> dict[str, int]:
@@ -251,10 +250,10 @@ class Group:
     @property
     def computed(self) -> int:
         """Tokens whose KV is stored, the shared prompt counted once. Valid while none of its steps is in flight."""
-        shared = min(self.kept(self.completions[0]), self.prompt_length)
-        return shared + sum(max(self.kept(one) - self.prompt_length, 0) for one in self.alive)
+        shared = min(self.stored_tokens(self.completions[0]), self.prompt_length)
+        return shared + sum(max(self.stored_tokens(one) - self.prompt_length, 0) for one in self.alive)
 
-    def kept(self, completion: Completion) -> int:
+    def stored_tokens(self, completion: Completion) -> int:
         """Return the number of tokens of prompt and completion whose KV is on memory workers."""
         runs = completion if self.forked else self.completions[0]
         if runs.cached < self.prompt_length + completion.known:

@@ -80,7 +80,6 @@ class DecodeRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def steps(self) -> list[SequenceStep]:
-        """The rows as one SequenceStep per sequence."""
         tokens = self.tokens or [LAST_DRAWN] * len(self.sequences)
         rows = zip(self.sequences, self.starts, tokens, strict=True)
         return [SequenceStep(sequence, start, [token], [sequence]) for sequence, start, token in rows]

@@ -34,7 +34,6 @@ class Epoch(msgspec.Struct, frozen=True, order=True, array_like=True):
 
     @property
     def next(self) -> "Epoch":
-        """The epoch after this one."""
         return Epoch(self.incarnation, self.number + 1)
 
 
@@ -74,7 +73,6 @@ class Topology(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> frozenset[str]:
-        """All members."""
         return frozenset(member.name for member in self.members)
 
     @property

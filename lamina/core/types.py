@@ -52,7 +52,6 @@ class KvElement(enum.Enum):
 
     @property
     def scaled(self) -> bool:
-        """Whether rows have scales."""
         return self in (KvElement.INT8, KvElement.FP8)
 
     def row_nbytes(self, size: int) -> int:
@@ -65,6 +64,9 @@ Partition = Literal["auto", "request", "head", "token"]
 
 Quantization = Literal["none", "int8", "int4", "fp8"]
 """Setting of the type to which weights of linear layers are quantised while loaded; none: they are not."""
+
+ActivationDType = Literal["auto", "int8"]
+"""Setting of the element type of what linear layers multiply by weights held as codes: auto for the model's."""
 
 ToolCallParser = Literal["auto", "none", "hermes", "mistral", "llama3_json", "deepseek_v3", "openai"]
 ReasoningParserName = Literal["auto", "none", "deepseek_r1", "mistral", "openai_gptoss"]
@@ -94,7 +96,7 @@ Polling = Literal["auto", "device", "host"]
 """Setting of who polls for messages to a memory worker on a GPU: the GPU itself, or the host."""
 
 Balance = Literal["auto", "off", "bandwidth", "throughput", "ledger"]
-"""Setting of the policy of ``lamina.kv.policies`` that moves KV; "off": none; "auto": see ``policy_for`` there."""
+"""Setting of the policy of ``lamina.kv.balancing`` that moves KV; "off": none; "auto": see ``policy_for`` there."""
 
 MOST_MINI_BATCHES = 15
 

@@ -26,7 +26,7 @@ from lamina.dataplane.leases import (
     ALIGNMENT,
     ARRIVED,
     FETCHED,
-    GIVEN_BACK,
+    FREED,
     HEADER_NBYTES,
     SLOTS,
     Lease,
@@ -211,11 +211,11 @@ class Channel:
         if message.region_nbytes > self.hub.nbytes:
             raise ValueError(f"{message.region_nbytes} bytes do not fit into a pool of {self.hub.nbytes} bytes")
         if self.hub.keeping:
-            self.hub.go_on()  # kept messages come first
+            self.hub.send_kept()  # kept messages come first
         if not self._admit(message):
             self._kept.append(message)
             self.hub.keeping.add(self)
-            self.hub.go_on()
+            self.hub.send_kept()
         return message
 
     def place(self, nbytes: int) -> int | None:
@@ -272,7 +272,7 @@ class Channel:
         if slot is None:
             return False
         if message.region_nbytes:
-            region = self.hub.regions.take(message.region_nbytes)
+            region = self.hub.regions.allocate(message.region_nbytes)
             if region is None:
                 return False
             self._announced += 1
@@ -291,28 +291,28 @@ class Channel:
         self._slots_there.unbook(lane)
 
     def read_credits(self) -> None:
-        """Read the credits that the peer has rung. ``Hub.go_on`` must follow, since kept messages may be sent now."""
+        """Read the credits that the peer has rung. ``Hub.send_kept`` must follow."""
         self._read_slots()
         self._release_regions(self._arena.sequence(self._own.doorbell + FETCHED))
 
     def _read_slots(self) -> None:
-        bell = self._own.doorbell + GIVEN_BACK
-        self._slots_there.give_back([self._arena.sequence(bell + slot) for slot in range(SLOTS)])
+        bell = self._own.doorbell + FREED
+        self._slots_there.record_freed([self._arena.sequence(bell + slot) for slot in range(SLOTS)])
 
     def _release_regions(self, fetched: int) -> None:
         while self._fetched_there < fetched:
             self._fetched_there += 1
-            self.hub.regions.give(*self._regions.pop(0))
+            self.hub.regions.deallocate(*self._regions.pop(0))
 
     @property
     def credits(self) -> list[Target]:
         """Doorbells to wait for, each of which frees a slot or a region."""
         bell = self._own.doorbell
         there = self._slots_there
-        targets = [(bell + GIVEN_BACK + slot, there.given_back[slot] + 1) for slot in there.outstanding]
+        targets = [(bell + FREED + slot, there.freed[slot] + 1) for slot in there.outstanding]
         return targets + ([(bell + FETCHED, self._fetched_there + 1)] if self._regions else [])
 
-    def go_on(self) -> None:
+    def send_kept(self) -> None:
         """Send the kept messages that can be sent now. Raises PeerLostError."""
         for message in list(self._kept):
             if self._admit(message):
@@ -329,7 +329,7 @@ class Channel:
     def _drop_messages(self) -> None:
         self._kept.clear()
         while self._regions:
-            self.hub.regions.give(*self._regions.pop())
+            self.hub.regions.deallocate(*self._regions.pop())
 
     # Receiving
 
@@ -346,11 +346,11 @@ class Channel:
         self.awaited[slot] = self._target(slot)
 
     def read(self, slot: int) -> Arrival:
-        """Return the message whose first piece has arrived in a slot, and read its credits. ``Hub.go_on`` must
+        """Return the message whose first piece has arrived in a slot, and read its credits. ``Hub.send_kept`` must
         follow."""
         view = self.slots[slot]
-        lane, place, _, _, turn, nbytes, at, number, fetched, *given_back = HEADER.unpack_from(view)
-        self._slots_there.give_back(given_back)
+        lane, place, _, _, turn, nbytes, at, number, fetched, *freed = HEADER.unpack_from(view)
+        self._slots_there.record_freed(freed)
         self._release_regions(fetched)
         self._known -= 1
         if self._untold and not self._known:
@@ -369,15 +369,15 @@ class Channel:
         return lane_of(self.slots[slot], number) if self._arena.sequence(doorbell) >= number else None
 
     def settle(self, slot: int, number: int, header: bytes) -> None:
-        """Record that a device has read a message and freed its slot. ``Hub.go_on`` must follow.
+        """Record that a device has read a message and freed its slot. ``Hub.send_kept`` must follow.
 
         Args:
             slot: slot of the message.
             number: number of the slot's doorbell.
             header: header of the message.
         """
-        fetched, *given_back = HEADER.unpack(header)[-1 - SLOTS :]
-        self._slots_there.give_back(given_back)
+        fetched, *freed = HEADER.unpack(header)[-1 - SLOTS :]
+        self._slots_there.record_freed(freed)
         self._release_regions(fetched)
         uses = (number - 1) // MOST_PIECES + 1
         if uses > self._freed[slot]:
@@ -413,7 +413,7 @@ class Channel:
         self._tell()
         for slot in range(SLOTS):
             if freed[slot] < self._freed[slot]:
-                self._endpoint.ring(self._peer, bell + GIVEN_BACK + slot, self._freed[slot])
+                self._endpoint.ring(self._peer, bell + FREED + slot, self._freed[slot])
         if fetched < self._fetched:
             self._endpoint.ring(self._peer, bell + FETCHED, self._fetched)
 
@@ -461,14 +461,14 @@ class Hub:
         # A region fetched by one peer frees memory for a message to any other peer.
         return [target for channel in self.channels for target in channel.credits] if self.keeping else []
 
-    def go_on(self) -> None:
+    def send_kept(self) -> None:
         """Read credits and send the kept messages that can be sent now. Raises PeerLostError."""
         if not self.keeping:
             return
         for channel in self.channels:
             channel.read_credits()
         for channel in [channel for channel in self.channels if channel in self.keeping]:
-            channel.go_on()
+            channel.send_kept()
 
     def forget(self, channel: Channel) -> None:
         """End a channel: drop its kept messages, and release the regions that its peer has not fetched."""

@@ -89,11 +89,11 @@ class Fetcher:
         return [(number, self._sequences[number]) for _, number in self._in_flight]
 
     @property
-    def may_ask(self) -> bool:
+    def can_start(self) -> bool:
         """Whether a piece is queued and a landing slot is free."""
         return bool((self._urgent or self._waiting) and self._free)
 
-    def ask(self) -> None:
+    def start_next(self) -> None:
         """Start to fetch the next queued piece. Raises PeerLostError."""
         piece, number = (self._urgent or self._waiting).popleft(), self._free.pop()
         self._sequences[number] += 1
@@ -103,7 +103,7 @@ class Fetcher:
             piece.peer, Fetch(offset=piece.offset, nbytes=piece.nbytes, to=to, doorbell=number, sequence=sequence)
         )
 
-    def keep(self, index: int) -> int | None:
+    def finish(self, index: int) -> int | None:
         """Pass on the bytes of the piece whose doorbell is ``awaited[index]``, and free its landing slot.
 
         Returns:
@@ -111,7 +111,7 @@ class Fetcher:
         """
         piece, number = self._in_flight.pop(index)
         self._free.append(number)
-        self._finish(piece)
+        self._forget(piece)
         piece.keep(self._views[number])
         return piece.lane if piece.lane >= 0 else None
 
@@ -120,11 +120,11 @@ class Fetcher:
         for queue in (self._urgent, self._waiting):
             for piece in [piece for piece in queue if piece.peer == peer]:
                 queue.remove(piece)
-                self._finish(piece)
+                self._forget(piece)
         for piece, number in [coming for coming in self._in_flight if coming[0].peer == peer]:
             self._in_flight.remove((piece, number))
             self._free.append(number)
-            self._finish(piece)
+            self._forget(piece)
 
     def drop_all(self) -> None:
         """Drop all pieces. Pieces in flight occupy their landing slots until they arrive."""
@@ -136,7 +136,7 @@ class Fetcher:
         ]
         self._unfinished = collections.Counter((piece.lane, piece.turn) for piece, _ in self._in_flight)
 
-    def _finish(self, piece: Piece) -> None:
+    def _forget(self, piece: Piece) -> None:
         key = piece.lane, piece.turn
         self._unfinished[key] -= 1
         if not self._unfinished[key]:

@@ -29,8 +29,8 @@ VERDICT = PROOF_NBYTES - 1  # byte of the proof that the owner sets: 1 if the pr
 # Doorbells of a lease, counted from its first. The owner of the arena waits on them, the peer rings.
 PROOF = 0
 ARRIVED = 1  # one per slot of the lease: a piece of a message has arrived
-GIVEN_BACK = ARRIVED + SLOTS  # one per slot in the peer's arena: freed uses
-FETCHED = GIVEN_BACK + SLOTS  # regions fetched
+FREED = ARRIVED + SLOTS  # one per slot in the peer's arena: freed uses
+FETCHED = FREED + SLOTS  # regions fetched
 DOORBELLS = FETCHED + 1
 POOLED_MESSAGES = 4  # messages of the largest size that fit into the pool
 LANDINGS = 4  # most fetches of a worker in flight
@@ -81,7 +81,7 @@ class Space:
         start = self._aligned(start)
         self._free = [(start, stop)] if start < stop else []  # sorted; no two touch
 
-    def take(self, count: int) -> int | None:
+    def allocate(self, count: int) -> int | None:
         """Allocate the lowest free part of ``count`` numbers, and return its start; None if there is no such part."""
         count = self._aligned(count)
         for index, (start, stop) in enumerate(self._free):
@@ -90,8 +90,8 @@ class Space:
                 return start
         return None
 
-    def give(self, start: int, count: int) -> None:
-        """Free what ``take`` returned for this count. Raises ValueError if any of it is free."""
+    def deallocate(self, start: int, count: int) -> None:
+        """Free a result of ``allocate`` for the same count. Raises ValueError if any of it is free."""
         stop = start + self._aligned(count)
         if start == stop:
             return
@@ -148,12 +148,10 @@ class ArenaPlan(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """All bytes of the arena."""
         return self.leased_at + self.leased_nbytes
 
     @property
     def doorbells(self) -> int:
-        """All doorbells of the arena."""
         return LANDINGS + self.links * DOORBELLS
 
 
@@ -171,20 +169,20 @@ class Leases:
         Raises TransportError if the arena has no room.
         """
         nbytes = PROOF_NBYTES + SLOTS * slot_nbytes
-        offset, doorbell = self._bytes.take(nbytes), self._doorbells.take(DOORBELLS)
+        offset, doorbell = self._bytes.allocate(nbytes), self._doorbells.allocate(DOORBELLS)
         if offset is not None and doorbell is not None:
             return Lease(offset, nbytes, doorbell)
         if offset is not None:
-            self._bytes.give(offset, nbytes)
+            self._bytes.deallocate(offset, nbytes)
         if doorbell is not None:
-            self._doorbells.give(doorbell, DOORBELLS)
+            self._doorbells.deallocate(doorbell, DOORBELLS)
         missing = f"{nbytes} free bytes" if offset is None else f"{DOORBELLS} free doorbells"
         raise TransportError(f"the arena has no {missing} for another link; release a link, or make a larger arena")
 
     def end_lease(self, lease: Lease) -> None:
         """Free a part of the arena, whose peer must not be able to write any more."""
-        self._bytes.give(lease.offset, lease.nbytes)
-        self._doorbells.give(lease.doorbell, DOORBELLS)
+        self._bytes.deallocate(lease.offset, lease.nbytes)
+        self._doorbells.deallocate(lease.doorbell, DOORBELLS)
 
 
 class Messages(msgspec.Struct, frozen=True):

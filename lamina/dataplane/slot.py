@@ -68,32 +68,32 @@ class SlotCredits:
 
     Attributes:
         used: by slot: how often it was used.
-        given_back: by slot: how often it was freed, as far as known.
+        freed: by slot: how often it was freed, as far as known.
     """
 
     def __init__(self, slots: int, first: int) -> None:
-        self.used, self.given_back = [first] * slots, [first] * slots
+        self.used, self.freed = [first] * slots, [first] * slots
         self._booked: dict[int, int] = {}  # the lanes that use slots without credits
 
-    def give_back(self, uses: Sequence[int]) -> None:
+    def record_freed(self, uses: Sequence[int]) -> None:
         """Record how often slots have been freed; an earlier number than known changes nothing."""
-        for slot, known in enumerate(self.given_back):
+        for slot, known in enumerate(self.freed):
             if uses[slot] > known:
-                self.given_back[slot] = uses[slot]
+                self.freed[slot] = uses[slot]
 
     @property
     def outstanding(self) -> list[int]:
         """Slots in use."""
-        return [slot for slot, used in enumerate(self.used) if used > self.given_back[slot]]
+        return [slot for slot, used in enumerate(self.used) if used > self.freed[slot]]
 
     def find(self, read: Callable[[], None]) -> int | None:
         """Return a free slot, if possible one that no lane has booked; None if all are in use. ``read`` reads the
         credits that the peer has rung, and is called only if no slot is known to be free."""
         for slot, used in enumerate(self.used):
-            if used == self.given_back[slot] and slot not in self._booked:
+            if used == self.freed[slot] and slot not in self._booked:
                 return slot
         read()
-        free = [slot for slot, used in enumerate(self.used) if used == self.given_back[slot]]
+        free = [slot for slot, used in enumerate(self.used) if used == self.freed[slot]]
         found = next((slot for slot in free if slot not in self._booked), free[0] if free else None)
         if found is not None:
             self._booked.pop(found, None)
@@ -114,7 +114,7 @@ class SlotCredits:
         """
         slot = next((slot for slot, owner in self._booked.items() if owner == lane), None)
         if slot is None:
-            free = (slot for slot, used in enumerate(self.used) if used == self.given_back[slot])
+            free = (slot for slot, used in enumerate(self.used) if used == self.freed[slot])
             slot = next((slot for slot in free if slot not in self._booked), None)
         if slot is None:
             return None

@@ -62,7 +62,7 @@ def collect_spans(
 
 
 def _moved(span: Span, clock: Clock) -> Span:
-    return Span(span.stage, span.lane, clock.here(span.begin_ns), clock.here(span.end_ns))
+    return Span(span.stage, span.lane, clock.to_local(span.begin_ns), clock.to_local(span.end_ns))
 
 
 def hand_over(spans: Mapping[str, list[Span]], receivers: Iterable[OnTrace]) -> None:

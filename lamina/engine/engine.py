@@ -34,14 +34,13 @@ from lamina.engine.stats import EngineStats, PlacementView
 from lamina.engine.streams import Submission
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import OnTokens, OnUpdate, Reading, as_run
-from lamina.kv.policies import policy_for
+from lamina.kv.balancing import policy_for
 from lamina.kv.stripes import placement
-from lamina.models.directory import ModelDirectory
+from lamina.models.directory import ModelDirectory, sampling_defaults
 from lamina.schedule.beam_search import check_beams
 from lamina.schedule.limits import MAX_WAITING, Limits, Places
 from lamina.schedule.policy import find_policy
 from lamina.schedule.turn import Turn
-from lamina.text.defaults import sampling_defaults
 from lamina.text.grammars import require_grammar
 from lamina.text.prompts import check_tokens, prompt_tokens
 from lamina.text.tokenizer import Tokenizer

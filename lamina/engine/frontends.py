@@ -35,7 +35,7 @@ from lamina.control.frontend_messages import (
     Submit,
     Submitted,
     Welcome,
-    unpacked,
+    unpack_tokens,
 )
 from lamina.core.errors import LaminaError, TransportError
 from lamina.core.types import FinishReason
@@ -252,14 +252,14 @@ class Frontends:
 
     def _resume(self, member: _Member, one: Resumed) -> None:
         """Continue a request of an earlier engine; end it with the error if that is impossible."""
-        drawn = {index: unpacked(tokens) for index, tokens in one.drawn.items()}
+        drawn = {index: unpack_tokens(tokens) for index, tokens in one.drawn.items()}
         begun = any(drawn.values()) or len(drawn) < one.params.n
         member.running.add(one.request)
         receive = self._receiver(member, one.request)
         try:
             self._engine.submit_tokens(
                 member.request_id(one.request),
-                unpacked(one.prompt),
+                unpack_tokens(one.prompt),
                 one.params,
                 receive,
                 one.client,
@@ -299,7 +299,7 @@ class Frontends:
                 receive = self._receiver(member, number)
                 self._engine.submit_tokens(
                     member.request_id(number),
-                    unpacked(message.prompts[place]),
+                    unpack_tokens(message.prompts[place]),
                     params,
                     receive,
                     message.client,

@@ -181,7 +181,7 @@ class Members:
             log.warning("the disk of %s failed: %s; it takes no more KV", worker, message.error)
         scheduler = self._turn.scheduler
         scheduler.transferred(worker, message.number, message.complete, message.error)
-        missed = scheduler.disks.missed(worker)
+        missed = scheduler.disks.evicted_uncopied(worker)
         if missed > self.usage[worker].capacity and worker not in self._behind:
             self._behind.add(worker)
             log.warning(

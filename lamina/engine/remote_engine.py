@@ -38,7 +38,7 @@ from lamina.control.frontend_messages import (
     Submit,
     Submitted,
     Welcome,
-    packed,
+    pack_tokens,
 )
 from lamina.control.timeline import Span
 from lamina.core.errors import (
@@ -54,7 +54,7 @@ from lamina.engine.live_timeline import TimelineOf
 from lamina.engine.stats import EngineStats, StatsOf
 from lamina.engine.streams import Submission
 from lamina.engine.updates import Reading, TokenUpdate, as_run
-from lamina.text.defaults import Defaults
+from lamina.models.directory import Defaults
 from lamina.text.grammars import require_grammar
 from lamina.text.prompts import check_tokens, prompt_tokens
 from lamina.text.tokenizer import Tokenizer
@@ -82,8 +82,10 @@ class _Asked:
     def resumed(self, number: int) -> Resumed | None:
         """Return the message with which a new engine continues the request; None if all completions have ended."""
         one, open_ = self.request, self.reading.open
-        drawn = {index: packed(self.drawn[index]) for index in open_}
-        return Resumed(number, packed(one.prompt_token_ids), one.params, one.client, one.seed, drawn) if drawn else None
+        drawn = {index: pack_tokens(self.drawn[index]) for index in open_}
+        if not drawn:
+            return None
+        return Resumed(number, pack_tokens(one.prompt_token_ids), one.params, one.client, one.seed, drawn)
 
 
 class RemoteEngine:
@@ -163,7 +165,7 @@ class RemoteEngine:
             reading = Reading(request, self.tokenizer, one.on_update, self._finish)
             run = as_run(request, self.tokenizer, self.max_model_len)
             asked.append(_Asked(run, reading, [[] for _ in range(run.params.n)]))
-            prompts.append(packed(run.prompt_token_ids))
+            prompts.append(pack_tokens(run.prompt_token_ids))
         params = [one.request.params for one in asked]
         if all(each is params[0] for each in params):
             params = params[:1]

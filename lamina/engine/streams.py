@@ -11,7 +11,7 @@ from lamina.core.errors import EngineDeadError, OverloadedError
 from lamina.core.types import Client, SamplingParams
 from lamina.engine.stats import EngineStats
 from lamina.engine.updates import OnUpdate, RequestUpdate
-from lamina.text.defaults import Defaults
+from lamina.models.directory import Defaults
 from lamina.text.prompts import Prompt
 from lamina.text.tokenizer import Tokenizer
 

@@ -4,8 +4,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from lamina.control.frontend_messages import CompletionTokens
-from lamina.control.logprobs import unpack
 from lamina.control.messages import Draw
+from lamina.control.packed_logprobs import unpack
 from lamina.core.requests import Completion, Drawn, Group
 from lamina.core.types import FinishReason, Logprob, Request, SamplingParams
 from lamina.engine.updates import OnTokens, TokenUpdate

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lamina.control.frontend_messages import CompletionTokens
-from lamina.control.logprobs import cut, drawn_logprob
+from lamina.control.packed_logprobs import cut, drawn_logprob
 from lamina.core.errors import RequestError
 from lamina.core.requests import Group
 from lamina.core.types import CompletionOutput, FinishReason, Logprob, Request, RequestOutput, Segment
@@ -354,7 +354,7 @@ def segments_of(group: Group) -> tuple[Segment, ...]:
     return tuple(
         dataclasses.replace(segment, tokens=(start, kept if stop is None else min(stop, kept)))
         for completion in group.completions
-        for kept in [group.kept(completion)]
+        for kept in [group.stored_tokens(completion)]
         for segment in group.expand(completion.segments)
         for start, stop in [segment.tokens]
         if start < max(kept, 1)

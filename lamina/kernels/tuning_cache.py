@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def place(what: str, *names: str) -> Path | None:
+def file_for(what: str, *names: str) -> Path | None:
     """Return the file for measurements of the kind ``what``, of devices and versions ``names``; None without a cache
     directory."""
     cache = environment().cache_dir

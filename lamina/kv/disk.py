@@ -73,13 +73,13 @@ class Blocks:
                 taken.append(block)
         return taken
 
-    def put(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+    def record_written(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Record that allocated blocks now hold these keys."""
         for key, block in zip(keys, blocks, strict=True):
             self._free += [self._kept.pop(key)] if key in self._kept else []
             self._kept[key] = block
 
-    def give_back(self, blocks: Sequence[int]) -> None:
+    def free_unwritten(self, blocks: Sequence[int]) -> None:
         """Free blocks that were allocated but not written."""
         self._free += blocks
 
@@ -170,12 +170,12 @@ class Disks:
         """
         for worker in [worker for worker in self._copying if ends_epoch or worker in lost]:
             copying = self._copying.pop(worker)
-            self._disks[worker].give_back(copying.spill.blocks)
+            self._disks[worker].free_unwritten(copying.spill.blocks)
         if not ends_epoch:
             return []
         begun = [*self._coming.values(), *self._arrived]
         ended = [*begun, *self._wanted]
-        queued = [coming.group for coming in ended if self._let_go(coming)]
+        queued = [coming.group for coming in ended if self._end_fetch(coming)]
         for coming in begun:
             if coming.fetch.worker not in lost:
                 self._prefixes.free_unused(coming.fetch.child)
@@ -280,7 +280,7 @@ class Disks:
         self._wanted.append(_Coming(group, salt, ids, keys, base, fetch))
         self.held[group] = None
 
-    def missed(self, worker: str) -> int:
+    def evicted_uncopied(self, worker: str) -> int:
         """Return how many tokens were evicted from a worker with a disk before they were copied."""
         return self._prefixes.evicted[worker] if worker in self._disks else 0
 
@@ -288,7 +288,7 @@ class Disks:
         """Forget a request that has ended. Return whether it was waiting for blocks, whose fetch continues."""
         return self.held.pop(group, 0) is None
 
-    def _let_go(self, coming: _Coming) -> bool:
+    def _end_fetch(self, coming: _Coming) -> bool:
         """End a fetch, successful or not, and release its slots. Return whether its request still waits for it."""
         worker, tokens = coming.fetch.worker, len(coming.keys) * BLOCK
         self._disks[worker].unpin(coming.fetch.blocks)
@@ -302,7 +302,7 @@ class Disks:
 
     # -- both --------------------------------------------------------------------------------------------------------
 
-    def done(self, worker: str, number: int, complete: bool, error: str) -> None:
+    def on_stored(self, worker: str, number: int, complete: bool, error: str) -> None:
         """Handle a worker's ``Stored`` message: copy or fetch ``number`` has ended. After an ``error``, the worker's
         disk is not used any more. Ignores a copy or fetch that was dropped."""
         copying = self._copying.get(worker)
@@ -319,11 +319,11 @@ class Disks:
         worker = copying.spill.worker
         del self._copying[worker]
         if not complete:
-            self._disks[worker].give_back(copying.spill.blocks)
+            self._disks[worker].free_unwritten(copying.spill.blocks)
             self._queue_copy(copying.leaf)  # it may have moved
             return
         self.spilled += len(copying.keys) * BLOCK
-        self._disks[worker].put(copying.keys, copying.spill.blocks)
+        self._disks[worker].record_written(copying.keys, copying.spill.blocks)
         if worker not in self._failed:
             self._uncopied[worker].appendleft((copying.leaf, copying.following))
 
@@ -335,7 +335,7 @@ class Disks:
         queued: list[Group] = []
         for coming in arrived:
             worker = coming.fetch.worker
-            queued += [coming.group] if self._let_go(coming) else []
+            queued += [coming.group] if self._end_fetch(coming) else []
             if coming.failed:
                 self._disks[worker].discard_unreadable(coming.keys)
             else:

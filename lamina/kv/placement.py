@@ -25,14 +25,14 @@ def reach(topology: Topology) -> Callable[[int], frozenset[str]]:
     return functools.cache(topology.beyond) if topology.local else nowhere
 
 
-class Found(NamedTuple):
+class CachedPrefix(NamedTuple):
     """Cached prefix of a request on one worker: its first ``length`` tokens, of which other requests hold ``held``."""
 
     length: int
     held: int
 
 
-NOTHING: Mapping[str, Found] = {}
+NOTHING: Mapping[str, CachedPrefix] = {}
 
 
 class Placement:
@@ -208,7 +208,7 @@ class Placement:
         tokens: int,
         sequences: int,
         besides: frozenset[str] = NOWHERE,
-        found: Mapping[str, Found] = NOTHING,
+        found: Mapping[str, CachedPrefix] = NOTHING,
     ) -> list[tuple[str, int]] | None:
         """Reserve slots for a request, and return (worker, tokens) in the order of the tokens; None if it does not fit.
 
@@ -235,7 +235,7 @@ class Placement:
         tokens: int,
         sequences: int,
         besides: frozenset[str] = NOWHERE,
-        found: Mapping[str, Found] = NOTHING,
+        found: Mapping[str, CachedPrefix] = NOTHING,
     ) -> list[tuple[str, int]] | None:
         """Return what ``reserve`` would return, without reserving."""
         if self.splits(tokens):
@@ -273,7 +273,9 @@ class Placement:
             return next((one for one in empty if tokens <= self.capacities[one]), None)
         return worker
 
-    def _nearest(self, tokens: int, sequences: int, besides: frozenset[str], found: Mapping[str, Found]) -> str | None:
+    def _nearest(
+        self, tokens: int, sequences: int, besides: frozenset[str], found: Mapping[str, CachedPrefix]
+    ) -> str | None:
         """Return the best worker with a cached prefix; None if none has room, or a worker without it is better."""
         rooms = {worker: self.room(worker) for worker in found if worker not in besides}
         fitting = [one for one in rooms if tokens - found[one].held + AHEAD * sequences <= rooms[one]]
@@ -302,7 +304,7 @@ class Placement:
                 best, most = other, spare
         return best
 
-    def go_on(self, worker: str, other: str) -> None:
+    def continue_on(self, worker: str, other: str) -> None:
         """Record that a sequence now grows on ``other`` instead of ``worker``."""
         self.sequences[worker] -= 1
         self.sequences[other] += 1
@@ -354,7 +356,6 @@ class Placement:
         return self.reserved[worker] + self.idle[worker] - self.capacities[worker]
 
     def add_idle(self, worker: str, tokens: int) -> None:
-        """Change the idle slots of a worker by ``tokens``."""
         self.idle[worker] += tokens
         self._note_crowded(worker)
 
@@ -367,7 +368,6 @@ class Placement:
         self.idle[worker] = tokens
 
     def set_speeds(self, token_s: Mapping[str, float]) -> None:
-        """Set ``Placement.token_s``."""
         self.token_s = token_s
 
     def promise(self, tokens: int) -> None:
@@ -405,8 +405,7 @@ class Placement:
         """Count ``tokens`` of a worker as ``returning``; ``free_slots`` releases them."""
         self.returning[worker] += tokens
 
-    def keep(self, worker: str, tokens: int) -> None:
-        """Undo ``will_release``."""
+    def undo_release(self, worker: str, tokens: int) -> None:
         self.returning[worker] -= tokens
 
     def free_slots(self, worker: str, tokens: int) -> None:
@@ -432,12 +431,10 @@ class Placement:
 
     @property
     def _open(self) -> list[str]:
-        """Workers on which KV may be placed."""
         return [worker for worker in self.capacities if worker not in self.closed]
 
     @property
     def _workers(self) -> int:
-        """Number of memory workers on which KV may be placed."""
         return len(self._open)
 
     def by_room(self) -> dict[str, int]:

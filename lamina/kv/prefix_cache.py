@@ -24,7 +24,7 @@ from lamina.core.requests import Completion, Group, Ids, ids_of
 from lamina.core.segments import by_worker, moved
 from lamina.core.steps import Fork
 from lamina.core.types import Segment
-from lamina.kv.placement import Found, Placement
+from lamina.kv.placement import CachedPrefix, Placement
 from lamina.kv.prefix_tree import GRAIN, Node, PrefixTree, alike, match, most_rows
 
 SHORTEST = 16  # tokens; shorter common prefixes are not worth a fork
@@ -97,7 +97,7 @@ class PrefixCache:
         Workers that are closed to requests keep no idle tokens.
         """
         placement = self._placement
-        self._give_up_checkpoints()
+        self._drop_checkpoints()
         while placement.crowded:
             worker = placement.crowded.pop()
             self._evict(worker, placement.excess(worker))
@@ -109,7 +109,7 @@ class PrefixCache:
 
     # -- requests that share ------------------------------------------------------------------------------------
 
-    def find(self, group: Group) -> dict[str, Found]:
+    def find(self, group: Group) -> dict[str, CachedPrefix]:
         """Return, by worker, the longest cached prefix of a request, without its last token, which must be computed.
 
         A request that is split over several workers shares no prefix.
@@ -123,7 +123,7 @@ class PrefixCache:
             node, length, _ = match(tree, group, worker, self._placement)
             if node is not None and length >= SHORTEST:
                 held = next((one.stop for one in node.path() if one.holders), 0)
-                found[worker] = Found(length, min(held, length))
+                found[worker] = CachedPrefix(length, min(held, length))
         return found
 
     def _may_share(self, group: Group) -> bool:
@@ -188,7 +188,7 @@ class PrefixCache:
         return sum(len(one.tokens) for one in self.path(group) if one.users == 1 and one.worker == worker)
 
     def on_request_end(self, group: Group) -> None:
-        """Record that a request has ended. Call ``let_go`` once its sequences are released."""
+        """Record that a request has ended. Call ``release_request`` once its sequences are released."""
         self._dealt.pop(group, None)
         self._branches.pop(group, None)
         if group in self._shared:
@@ -200,12 +200,12 @@ class PrefixCache:
             if not one.users:
                 self._placement.will_release(one.worker, len(one.tokens))
 
-    def let_go(self, group: Group) -> None:
+    def release_request(self, group: Group) -> None:
         """Make cached tokens that only this ended request used idle, now that its sequences are released."""
         if group in self._shared:
-            self._let_go(*self._shared.pop(group))
+            self._release(*self._shared.pop(group))
 
-    def _let_go(self, tree: PrefixTree, node: Node) -> None:
+    def _release(self, tree: PrefixTree, node: Node) -> None:
         for one in node.path():
             one.holders -= 1
             if not one.holders:
@@ -220,7 +220,7 @@ class PrefixCache:
                 self._add_idle(tree, one.worker, -len(one.tokens))
                 self._placement.reserve_on(one.worker, len(one.tokens))
             elif not one.users:
-                self._placement.keep(one.worker, len(one.tokens))
+                self._placement.undo_release(one.worker, len(one.tokens))
             one.holders += 1
             one.users += 1
 
@@ -261,7 +261,7 @@ class PrefixCache:
     def unpin(self, tree: PrefixTree, node: Node) -> None:
         """Undo ``begin_move`` or ``pin``: the tokens may be evicted again."""
         self._leave(node)
-        self._let_go(tree, node)
+        self._release(tree, node)
 
     def sharers(self, tree: PrefixTree, node: Node, start: int) -> tuple[dict[Group, int], dict[int, int | None]]:
         """Return who uses tokens from ``start`` to the end of ``node``: requests, and cached sequences, each with the
@@ -361,8 +361,7 @@ class PrefixCache:
     def _keep_prompt(self, group: Group) -> None:
         """Add the computed prompt of a running request to the tree, so that the request and others share it.
 
-        Does nothing if another request has added some of it meanwhile; ``keep`` then adds the rest when this request
-        ends.
+        Does nothing if another request has added some of it; ``keep_completion`` then adds the rest at the end.
         """
         first, stop = group.completions[0], group.prompt_length
         if not self._trees or not group.unshared or not group.alive or first.cached < stop:
@@ -394,7 +393,7 @@ class PrefixCache:
         tree, first = self._tree(group, group.completions[0]), group.completions[0]
         ids = ids_of(group.known_tokens(first, 0, length))
         node, found = tree.find(group.request.params.cache_salt, ids)
-        if node is not None and found == length and self._brings(node, first):
+        if node is not None and found == length and self._is_interchangeable(node, first):
             self._add_checkpoint(tree, node, length, first.sequence)
 
     def _add_checkpoint(self, tree: PrefixTree, node: Node, length: int, source: int) -> None:
@@ -410,7 +409,7 @@ class PrefixCache:
             self._grown.add(tree)
         tree.checkpoints.use(node)
 
-    def keep(self, group: Group, completion: Completion) -> None:
+    def keep_completion(self, group: Group, completion: Completion) -> None:
         """Add the tokens of a completion that is being released to the tree, as far as the tree lacks them.
 
         Does not change the request's reservations: at least as many of them end with this completion. If the tree has
@@ -422,7 +421,7 @@ class PrefixCache:
         ids = ids_of(group.known_tokens(completion, 0, length))
         tree, salt = self._tree(group, completion), group.request.params.cache_salt
         node, found = tree.find(salt, ids)
-        if found > self.shared(group) and not self._brings(node, completion):
+        if found > self.shared(group) and not self._is_interchangeable(node, completion):
             return
         if node is not None:
             if found < min(node.stop, length):
@@ -441,7 +440,7 @@ class PrefixCache:
         tree.use(leaf, group.request.params.priority)
         self._kept.append(leaf)
 
-    def _brings(self, node: Node | None, completion: Completion) -> bool:
+    def _is_interchangeable(self, node: Node | None, completion: Completion) -> bool:
         """True if the tree's KV for the tokens up to ``node`` and the completion's are interchangeable."""
         moving = self._window and node is not None and self.is_moving([*node.path()])
         return not moving and alike(node, completion)
@@ -450,7 +449,7 @@ class PrefixCache:
         """Return the number of tokens of an ended completion that other requests may share."""
         if group.suspect or not self._trees or self._is_leaving(completion):
             return 0
-        length = group.kept(completion)
+        length = group.stored_tokens(completion)
         exists = completion is group.completions[0] or length > group.prompt_length
         return length if exists else 0
 
@@ -521,7 +520,7 @@ class PrefixCache:
         self._kept.append(parent)
         return dropped
 
-    def _give_up_checkpoints(self) -> None:
+    def _drop_checkpoints(self) -> None:
         """Drop the least recently used checkpoints until the others fit into the available rows."""
         while self._grown:
             tree = self._grown.pop()

@@ -61,7 +61,6 @@ class Columns:
 
     @property
     def width(self) -> int:
-        """Elements of a row."""
         return math.prod(self.shape)
 
 

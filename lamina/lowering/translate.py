@@ -41,7 +41,7 @@ def translate(
     """
     translation = _Translation()
     try:
-        translation.take_in(graph, weights, hoisted, arrivals)
+        translation.add_inputs(graph, weights, hoisted, arrivals)
         for node in graph.nodes:
             if node.op in ("call_function", "call_method"):
                 translation.call(node)
@@ -72,7 +72,7 @@ class _Translation:
         self._steps: list[Step] = []
         self._values: dict[fx.Node, Any] = {}
 
-    def take_in(
+    def add_inputs(
         self,
         graph: fx.Graph,
         weights: Sequence[Tensor | PackedCodes | PackedExperts],
@@ -149,11 +149,18 @@ class _Translation:
         rows, packed = self._rows(x), self._value(weight, PackedCodes)
         _require(len(rows.shape) == 1)
         out = self._matrix((packed.outputs,), rows.ones)
-        self._product(rows, packed.values, bias, out, packed.outputs, packed.native)
+        codes = (*packed.native, packed.x_group) if packed.x_group else packed.native
+        self._product(rows, packed.values, bias, out, packed.outputs, codes)
         return out
 
     def _product(
-        self, rows: Columns, packed: Tensor, bias: Any, out: Columns, outputs: int, codes: tuple[int, int, int, int]
+        self,
+        rows: Columns,
+        packed: Tensor,
+        bias: Any,
+        out: Columns,
+        outputs: int,
+        codes: tuple[int, ...],
     ) -> None:
         bias_address = 0 if bias is None else self._weight(bias).data_ptr()
         product = (packed.data_ptr(), bias_address, out, outputs, codes)

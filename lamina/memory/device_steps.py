@@ -255,7 +255,7 @@ class DeviceSteps:
             self._direct[name].their_arena.nudge()
             run.done += 1
         if self._hub.keeping:
-            self._hub.go_on()  # headers may have brought credits
+            self._hub.send_kept()  # headers may have brought credits
 
     def leave_to_device(self, lane: Lane, channel: Channel, slot: int) -> bool:
         """Leave the message in a slot to the device; return False if the device does not serve the lane's step."""

@@ -94,17 +94,17 @@ class Puller(Fetcher):
         targets = [*requests, *coming, *gaps]
         ready = None
         with contextlib.suppress(DeadlineError):
-            ready = wait(targets, 0.0 if self.may_ask or not requests else timeout_s) if targets else None
+            ready = wait(targets, 0.0 if self.can_start or not requests else timeout_s) if targets else None
         if ready is not None and ready < len(requests):
             self._in_a_row += bool(busy or self._waiting or self._urgent or coming or gaps)
             return ready, None
         self._in_a_row = 0
         if ready is None:
-            if self.may_ask:
-                self.ask()
+            if self.can_start:
+                self.start_next()
             return None, None
         ready -= len(requests)
         if ready < len(coming):
-            return None, self.keep(ready)
+            return None, self.finish(ready)
         others.serve(ready - len(coming))
         return None, None

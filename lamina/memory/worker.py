@@ -124,7 +124,7 @@ class MemoryWorker(WorkerLoop):
             self._timeline.record_span("pull", pulled, waiting)
             self._answer(self._lanes[pulled])
         if ready is not None and ready >= len(doors):
-            self._hub.go_on()
+            self._hub.send_kept()
         elif ready is not None:
             self._open(doors[ready], waiting)
         elif begun is not None:
@@ -184,7 +184,7 @@ class MemoryWorker(WorkerLoop):
     def _change_members(self, topology: Topology) -> None:
         for peer in topology.names - {self._links.name}:
             if not self._links.has(peer):
-                self._fence.miss(peer)
+                self._fence.on_newcomer_lost(peer)
         kept = {name: channel for name, channel in self._channels.items() if name in topology.computes}
         new = [name for name in topology.computes if name not in kept and self._links.has(name)]
         joined = {name: self._links.channel(name) for name in new}
@@ -223,7 +223,7 @@ class MemoryWorker(WorkerLoop):
         if door.request is None:
             door.request = door.channel.read(door.slot)
             if self._hub.keeping:
-                self._hub.go_on()  # its header may bring credits
+                self._hub.send_kept()  # its header may bring credits
             door.body = memoryview(bytearray(door.request.nbytes)) if door.request.body is None else door.request.body
         self._timeline.record_span("wait", door.request.lane, waiting)
         self._enter(door, door.request)
@@ -450,7 +450,7 @@ class MemoryWorker(WorkerLoop):
             self._handle(message)
             timeout_s = 0.0
 
-    def _take_in(self, plan: StepPlan) -> None:
+    def _apply_plan(self, plan: StepPlan) -> None:
         shares = self._store.apply(plan)
         self._migrations.apply(plan)
         if self._tier is not None:

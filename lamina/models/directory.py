@@ -1,4 +1,4 @@
-"""Finds, checks and digests a Hugging Face model directory, without torch or transformers."""
+"""Finds, checks and digests a Hugging Face model directory, and reads its sampling defaults, without torch."""
 
 import contextlib
 import hashlib
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina.core.errors import ModelError
+from lamina.core.types import GenerationConfig, SamplingParams
 from lamina.models import hub
 from lamina.models.checkpoint import INDEX, TensorEntry, read_checkpoint
 from lamina.models.quantisation.formats import Packed, Scheme, find_packed, part_names, scheme
@@ -67,7 +68,6 @@ class ModelDirectory:
 
     @property
     def files(self) -> list[Path]:
-        """The files that a copy of the model needs."""
         described = [self.path / name for name in (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, INDEX)]
         weights = {entry.file for entry in self.tensors.values()}
         return [file for file in described if file.is_file()] + sorted(weights)
@@ -208,3 +208,41 @@ def checkpoint_digest(model: ModelDirectory) -> str:
                 files[entry.file].seek(entry.start + offset)
                 made.update(files[entry.file].read(min(SAMPLE_NBYTES, entry.nbytes)))
     return made.hexdigest()
+
+
+Defaults = Mapping[str, int | float]
+"""Values of ``SamplingParams`` by name."""
+
+_SAMPLING_NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Name in ``SamplingParams`` by name in generation_config.json, for the fields that vLLM reads."""
+
+
+def sampling_defaults(model: ModelDirectory, choice: GenerationConfig) -> Defaults:
+    """Return the defaults of generation_config.json; none if ``choice`` is "none".
+
+    Raises:
+        ModelError: a value has the wrong type or is out of range.
+    """
+    if choice == "none":
+        return {}
+    given = model.generation_config
+    found = {ours: given[theirs] for theirs, ours in _SAMPLING_NAMES.items() if given.get(theirs) is not None}
+    try:
+        SamplingParams(**found)
+    except ValueError as error:
+        raise ModelError(
+            f"{model.path / GENERATION_CONFIG}: {error}. Correct the file, or ignore it with generation_config none"
+        ) from None
+    return found
+
+
+def describe_defaults(defaults: Defaults) -> str:
+    """Return the defaults as text, such as "temperature 0.6, top_k 20"."""
+    return ", ".join(f"{name} {value:g}" for name, value in defaults.items())

@@ -205,7 +205,6 @@ class _Checkpoint:
             )
 
     def _check_inputs(self, name: str) -> None:
-        """Check the headers before any data is read."""
         recipe = self._recipes[name]
         for _, key in recipe.inputs:
             packed = self._directory.packed.get(key)

@@ -277,7 +277,7 @@ class Admissions:
                 group.place(spans)
                 last, _ = spans[-1]
                 for completion in group.completions:
-                    self._placement.go_on(last, completion.worker)
+                    self._placement.continue_on(last, completion.worker)
                 self._prefixes.share(group)
                 group.seats = group.holders = len(group.completions)
                 self._residents.update(group)
@@ -387,7 +387,7 @@ class Admissions:
         self._reserved = None if worker is None else _Reservation(frozenset([worker]), self._steps)
 
 
-def giving(clients: Sequence[Client], running: Iterable[Group]) -> Group | None:
+def request_to_preempt(clients: Sequence[Client], running: Iterable[Group]) -> Group | None:
     """Return the running request that gives up its seats: the latest of the first of ``clients`` that has any.
 
     A request gives up its seats only once.

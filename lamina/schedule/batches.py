@@ -87,7 +87,7 @@ class DecodeBatch:
             del self.workers[worker]
         self._ends.pop(sequence, None)
 
-    def turn_over(self, completion: Completion) -> None:
+    def begin_segment(self, completion: Completion) -> None:
         """Continue a sequence in the segment that holds its position."""
         self._unsettle(completion.sequence)
         position = self.position(completion.sequence)
@@ -99,11 +99,11 @@ class DecodeBatch:
         self._full.setdefault(self.steps + steps, []).append(sequence)
 
     def full(self) -> list[Owner]:
-        """Return the sequences whose segments are full now. The caller calls ``turn_over`` or ``postpone`` for each."""
+        """Return the sequences whose segments are full. The caller calls ``begin_segment`` or ``postpone`` for each."""
         ended = self._full.pop(self.steps, ())
         return [self._owners[one] for one in ended if self._ends.get(one) == self.steps]
 
-    def on(self, worker: str) -> list[Owner]:
+    def growing_on(self, worker: str) -> list[Owner]:
         """Return the sequences whose next tokens this worker stores, in the order in which they began to grow there."""
         return [self._owners[sequence] for sequence, place in self._places.items() if place == worker]
 
@@ -123,7 +123,7 @@ class DecodeBatch:
     def position(self, sequence: int) -> int:
         return self._joined[sequence] + self.steps
 
-    def let_go(self) -> None:
+    def remove_ended(self) -> None:
         """Remove sequences whose last token planned steps draw. Call before using ``workers`` or ``rows``."""
         for sequence in self._leaving.pop(self.steps, ()):
             self.leave(sequence)

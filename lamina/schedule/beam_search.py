@@ -98,7 +98,7 @@ class BeamSearch:
         self._finish([one for one in candidates[: self._beams] if one.hits], length)
         running = list(itertools.islice((one for one in candidates if not one.hits), self._beams))
         self.done = last or self._is_done(running[0].score, length)
-        return None if self.done else self._go_on(running)
+        return None if self.done else self._place_running(running)
 
     def _finish(self, finished: Sequence[_Candidate], length: int) -> None:
         """Keep the best of the hypotheses and of these candidates, which have ``length`` tokens."""
@@ -119,7 +119,7 @@ class BeamSearch:
         norm = math.pow(self._max_tokens if longest else length, self._length_penalty)
         return best / norm <= self.hypotheses[-1].score
 
-    def _go_on(self, running: Sequence[_Candidate]) -> Choice:
+    def _place_running(self, running: Sequence[_Candidate]) -> Choice:
         """Give each candidate a place. A beam's best continuation gets the beam's place, to fork fewest sequences."""
         chosen: dict[int, _Candidate] = {}
         others: list[_Candidate] = []
@@ -184,7 +184,7 @@ class Beams:
 
         Removes sequences that have drawn their last token first.
         """
-        lane.decoding.let_go()
+        lane.decoding.remove_ended()
         lane.rest()
         changes = Changes()
         chosen, lane.chosen = lane.chosen, {}
@@ -193,12 +193,12 @@ class Beams:
                 self._follow(group, group.choice, changes, lane)
         lane.stepping = [completion.sequence for completion in lane.due]
         for completion, group in lane.due.items():
-            lane.decoding.resume(group, completion, group.kept(completion))
+            lane.decoding.resume(group, completion, group.stored_tokens(completion))
         return changes
 
     def _follow(self, group: Group, choice: Choice, changes: Changes, lane: Lane) -> None:
         """Apply the choice of a request. If its workers lack slots, the request is preempted instead."""
-        position = group.kept(group.completions[0])
+        position = group.stored_tokens(group.completions[0])
         numbers = [
             one.sequence if parent == place else next(self._sequences)
             for place, (one, (parent, _)) in enumerate(zip(group.completions, choice, strict=True))
@@ -215,7 +215,7 @@ class Beams:
         changes.forks.extend(Fork(parent, number, position) for parent, number in forks if parent != number)
         tokens = continued([one.generated for one in group.completions], choice)
         for one, number, where, generated in zip(group.completions, numbers, segments, tokens, strict=True):
-            self._placement.go_on(one.worker, where[-1].worker)
+            self._placement.continue_on(one.worker, where[-1].worker)
             if one.sequence != number:
                 changes.released.append(one.sequence)
                 changes.admitted.append(_admission(group, one, number, where))
@@ -242,7 +242,6 @@ class Beams:
 
 
 def _admission(group: Group, completion: Completion, sequence: int, segments: list[Segment]) -> Admission:
-    """Return the admission of a new beam."""
     request, segments = group.request, group.expand(segments)
     return Admission(
         sequence,

@@ -20,7 +20,6 @@ class Readiness:
     """
 
     def __init__(self, lanes: int) -> None:
-        """Begin with all lanes changed."""
         self._lanes = lanes
         self._changed = set(range(lanes))
         self._ahead = set[int]()
@@ -139,7 +138,7 @@ class Dealer:
         for completion in group.completions:
             self._placement.remove_growing(completion.worker, 1)
         self._prefixes.on_request_end(group)
-        self._prefixes.let_go(group)
+        self._prefixes.release_request(group)
         group.share(0)
         self._residents.forget_request(group)
         self._admissions.note_freed()

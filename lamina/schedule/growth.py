@@ -58,7 +58,7 @@ class Growth:
         for group, completion in lane.decoding.full():
             position = lane.decoding.position(completion.sequence)
             if holding(completion.segments, position).tokens[0] == position:  # placed before an epoch ended
-                lane.decoding.turn_over(completion)
+                lane.decoding.begin_segment(completion)
             elif not self._grow(lane, group, completion, self._next_worker(lane, completion.worker)):
                 lane.decoding.postpone(completion.sequence, AHEAD)
 
@@ -68,10 +68,10 @@ class Growth:
             return False
         position, before = lane.decoding.position(completion.sequence), completion.worker
         new = Segment(completion.sequence, worker, group.heads, (position, None))
-        self._placement.go_on(before, worker)
+        self._placement.continue_on(before, worker)
         completion.segments = grown(completion.segments, new)
         self._residents.update(group)
-        lane.decoding.turn_over(completion)
+        lane.decoding.begin_segment(completion)
         undone = Segment(new.sequence, before, group.heads, new.tokens)  # undo an earlier move in the same plan
         lane.grown = [segment for segment in lane.grown if segment != undone]
         lane.grown.append(new)
@@ -107,7 +107,7 @@ class Growth:
         """Let up to ``sequences`` sequences that grow on ``worker`` grow on others. Returns how many do."""
         if self._next_worker(lane, worker) is None:
             return 0
-        chosen = lane.decoding.on(worker)[-sequences:]
+        chosen = lane.decoding.growing_on(worker)[-sequences:]
         return sum(self._grow(lane, *owner, self._next_worker(lane, worker)) for owner in chosen)
 
     def _next_worker(self, lane: Lane, worker: str) -> str | None:
@@ -120,7 +120,7 @@ class Growth:
         """
         placement, needed = self._placement, lane.decoding.workers
         beyond = placement.beyond(lane.number)
-        for group, completion in lane.decoding.on(worker):
+        for group, completion in lane.decoding.growing_on(worker):
             if needed.get(worker, 0) <= placement.left(worker):
                 return []
             excluded = {worker, *placement.closed, *beyond}
@@ -141,7 +141,7 @@ class Growth:
         }
         chosen = victims(holders, AHEAD * needed[worker], self._rank)
         if beyond and not chosen:  # it has outgrown its replica's local memory, and continues on another replica
-            return [group for group, _ in lane.decoding.on(worker)[:1]]
+            return [group for group, _ in lane.decoding.growing_on(worker)[:1]]
         return chosen
 
     def drain(self, lane: Lane) -> Iterator[Group]:
@@ -154,7 +154,7 @@ class Growth:
                 if not self._moves.touches(group) and not self._move_off(group, worker, freed):
                     yield group
             if worker in lane.decoding.workers:
-                self._spread(lane, worker, len(lane.decoding.on(worker)))
+                self._spread(lane, worker, len(lane.decoding.growing_on(worker)))
 
     def _move_off(self, group: Group, worker: str, freed: int) -> bool:
         """Move a request's next range off a worker, if one can move now. False if the request must be preempted.
@@ -212,7 +212,7 @@ def resumed(sequence: int, index: int, generated: list[int]) -> Completion:
     return Completion(sequence, index, generated, known=len(generated), own=len(generated))
 
 
-def again(group: Group, sequences: Iterator[int]) -> Group:
+def requeued(group: Group, sequences: Iterator[int]) -> Group:
     """Return a copy of a preempted request for admission: its unfinished completions, with new sequence numbers.
 
     The copy shares the lists of generated tokens with ``group``, which must not be used any more. Beams begin with the

@@ -283,7 +283,7 @@ class Lane:
                 if group.choice is None and not completion.answered:
                     self.due[completion] = group
             elif group.forked:
-                self.decoding.join(group, completion, group.kept(completion))
+                self.decoding.join(group, completion, group.stored_tokens(completion))
             else:
                 self.prompted.append((group, completion))
 
@@ -319,7 +319,9 @@ class Lane:
         for group in self.running:
             for completion in group.alive:
                 reserved = group.slots(completion, self._reserved(group, completion))
-                completion.own = max(group.kept(completion), group.prompt_length + completion.known) - group.base
+                completion.own = (
+                    max(group.stored_tokens(completion), group.prompt_length + completion.known) - group.base
+                )
                 kept = group.slots(completion, completion.own)
                 for worker, tokens in reserved.items():
                     placement.will_release(worker, tokens - kept.get(worker, 0))
@@ -365,7 +367,7 @@ def kept(lanes: Sequence[Lane], prefixes: PrefixCache, workers: Iterable[str]) -
         completions = group.alive if group.forked else group.completions[:1]
         for completion in completions:
             for segment in completion.segments:
-                kept[segment.worker][completion.sequence] = group.kept(completion)
+                kept[segment.worker][completion.sequence] = group.stored_tokens(completion)
     for group, completion in itertools.chain.from_iterable(own.ending for own in lanes):
         if length := prefixes.keepable(group, completion):
             for segment in completion.segments:

@@ -78,7 +78,7 @@ class LaneChooser:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self.active = pipeline.start
+        self.active = pipeline.first_arrangement
         self._slices, self._waits = StepTable(), _Waits()
         # By memory worker: completed steps and total seconds of attention, at its latest report and at the last report
         # that was used; seconds per step between them.
@@ -90,7 +90,7 @@ class LaneChooser:
         self._seconds = self._squares = 0.0
         self._seen: list[tuple[int, float]] = []  # rows and waits since the last evaluation
         self._since: float | None = None
-        self._best = pipeline.start  # at the last evaluation
+        self._best = pipeline.first_arrangement  # at the last evaluation
 
     def note_step(self, rows: int, decoding: int, busy_s: float, waited_s: float) -> None:
         """Record a completed step.

@@ -15,6 +15,7 @@ Until the switch, nothing depends on the move: if a worker is lost, or the owner
 ``try_move`` of rManagers and the limit on tokens moved per step are Infinite-LLM's (sections 6.2, 7.4).
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +24,8 @@ from lamina.core.requests import Completion, Group
 from lamina.core.segments import by_worker, moved
 from lamina.core.steps import Migration, Switch
 from lamina.core.types import Segment
+from lamina.kv.balancing import HeldTokens, Load, Policy, Proposal, View
 from lamina.kv.placement import AHEAD, Placement
-from lamina.kv.policies import Held, Load, Policy, View, Wish
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.kv.prefix_tree import Node, PrefixTree
 from lamina.schedule.admission import Admissions
@@ -283,7 +284,6 @@ class Moves:
         self._released.append(move.carrier)
 
     def _forget(self, move: Move, worker: str) -> None:
-        """Free the copy on ``worker``."""
         self._admissions.note_freed()
         self._placement.will_release(worker, move.tokens)
         self._placement.free_slots(worker, move.tokens)
@@ -353,7 +353,7 @@ class Balancing:
         self._policy, self._moves, self._placement, self._lanes = policy, moves, placement, moves.lanes
         self._steps = 0
         self._looked = 0
-        self._wishes: list[tuple[Wish, Group]] = []
+        self._proposals: list[tuple[Proposal, Group]] = []
         self._came: dict[tuple[str, str], int] = {}  # by request and source: step of the latest move
         self._reads: dict[str, float] = {}  # by worker: tokens that one step of each lane reads
         self._token_s: dict[str, float] = {}  # by worker: measured seconds to read a token
@@ -385,24 +385,26 @@ class Balancing:
         if self.due:
             self._looked = self._steps
             self._look()
-        while self._wishes:
-            wish, group = self._wishes[0]
-            if not self._moves.may_begin(wish.source) or self._moves.touches(group):
+        while self._proposals:
+            proposal, group = self._proposals[0]
+            if not self._moves.may_begin(proposal.source) or self._moves.touches(group):
                 return
             moved = next(
                 (
                     (target, tokens)
-                    for target in wish.targets
-                    if (tokens := self._moves.try_move(group, wish.source, target, wish.tokens))
+                    for target in proposal.targets
+                    if (tokens := self._moves.try_move(group, proposal.source, target, proposal.tokens))
                 ),
                 None,
             )
-            self._wishes.pop(0)
+            self._proposals.pop(0)
             if moved is not None:
                 target, tokens = moved
-                self._came[wish.request, wish.source] = self._steps
-                if wish.tokens > tokens:
-                    self._wishes.insert(0, (Wish(wish.request, wish.source, (target,), wish.tokens - tokens), group))
+                self._came[proposal.request, proposal.source] = self._steps
+                if proposal.tokens > tokens:
+                    self._proposals.insert(
+                        0, (Proposal(proposal.request, proposal.source, (target,), proposal.tokens - tokens), group)
+                    )
 
     def _look(self) -> None:
         self._came = {key: step for key, step in self._came.items() if self._steps < step + BACK_STEPS}
@@ -411,18 +413,18 @@ class Balancing:
         self._reads = {worker: float(load.reads) for worker, load in view.loads.items()}
         known = self._token_s.keys() >= view.loads.keys() and len(view.loads) == len(self._placement.capacities)
         self._placement.set_speeds({worker: self._token_s[worker] for worker in view.loads} if known else {})
-        self._wishes = []
-        for wish in self._policy.wishes(view):
-            targets = tuple(one for one in wish.targets if (wish.request, one) not in self._came)
+        self._proposals = []
+        for proposal in self._policy.propose(view):
+            targets = tuple(one for one in proposal.targets if (proposal.request, one) not in self._came)
             if targets:
-                kept = Wish(wish.request, wish.source, targets, wish.tokens)
-                self._wishes.append((kept, groups[wish.request]))
+                kept = dataclasses.replace(proposal, targets=targets)
+                self._proposals.append((kept, groups[proposal.request]))
 
     def view(self, groups: Sequence[Group]) -> View:
         """Return the state of the memory pool, with ``groups``, for the policy."""
         placement = self._placement
         reads = dict.fromkeys(placement.capacities, 0)
-        held: list[Held] = []
+        held: list[HeldTokens] = []
         for group in groups:
             lane = self._lanes[group.lane]
             if group in lane.dealt:
@@ -433,7 +435,7 @@ class Balancing:
                     reads[worker] += tokens
             first = group.alive[0]
             for worker, tokens in by_worker(first.segments, 0, lane.exist(group, first)).items():
-                held.append(Held(group.request.request_id, worker, first.worker, tokens, len(group.alive)))
+                held.append(HeldTokens(group.request.request_id, worker, first.worker, tokens, len(group.alive)))
         moving = self._arriving()
         loads = {
             worker: Load(

@@ -24,11 +24,7 @@ QUEUEING = 2.0  # expected time of a prompt in a loaded engine, as a multiple of
 
 @dataclass(frozen=True)
 class Targets:
-    """Latency targets.
-
-    Attributes:
-        ttft_s: Target for the time to the first token, in seconds; None for no target.
-    """
+    """Latency targets. ``ttft_s``: seconds to the first token; None for no target."""
 
     ttft_s: float | None = None
 

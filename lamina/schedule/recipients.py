@@ -69,7 +69,6 @@ class _Known:
         self.memories = set(self.homes)
 
     def place(self, segments: list[Segment]) -> None:
-        """Set the segments of the sequence."""
         self.segments, self.homes = segments, list(dict.fromkeys(segment.worker for segment in segments))
 
 
@@ -307,7 +306,6 @@ class Recipients:
         return addressed
 
     def _present(self, admission: Admission) -> Admission:
-        """Return an admission with the present segments of its sequences."""
         sequences = range(admission.sequence, admission.sequence + admission.count)
         placed = {sequence: self._known[sequence].segments for sequence in sequences if sequence in self._known}
         if all(segments == for_sequence(sequence, admission.segments) for sequence, segments in placed.items()):

@@ -26,15 +26,15 @@ from lamina.core.requests import Completion, Drawn, Group, Owner
 from lamina.core.steps import DecodeRows, StepPlan
 from lamina.core.topology import Topology
 from lamina.core.types import Request, SamplingParams
+from lamina.kv.balancing import Policy as BalancePolicy
 from lamina.kv.disk import Disks
 from lamina.kv.placement import Placement
-from lamina.kv.policies import Policy as BalancePolicy
 from lamina.kv.prefix_cache import PrefixCache
-from lamina.schedule.admission import Admissions, giving
+from lamina.schedule.admission import Admissions, request_to_preempt
 from lamina.schedule.batches import PromptBatch
 from lamina.schedule.beam_search import Beams
 from lamina.schedule.dealing import Dealer, Readiness
-from lamina.schedule.growth import Growth, again, resumed
+from lamina.schedule.growth import Growth, requeued, resumed
 from lamina.schedule.lane import Lane, Planned, Remains, Residents, kept
 from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Balancing, Moves
@@ -259,7 +259,7 @@ class Scheduler:
         if group in self._lanes[group.lane].dealt:
             self._dealer.undo_deal(group)
             return group
-        successor = self._requests[group.request.request_id] = again(group, self._sequences)
+        successor = self._requests[group.request.request_id] = requeued(group, self._sequences)
         for completion in group.completions:
             self._end(group, completion)
         self.dropped += 1
@@ -453,14 +453,17 @@ class Scheduler:
             self._admissions.note_freed()
         self._share_seats()
         self._dealer.deal()
-        self._preempt_each(self._holding.in_the_way(self._all_running))
+        self._preempt_each(self._holding.blocking(self._all_running))
 
     def _share_seats(self) -> None:
         """Preempt a request of a client with most sequences if a client with fewer than its share waits."""
         if not self._admissions.may_share:
             return
         holders = self._admissions.share(self._dealer.seats)
-        if holders and (group := giving(holders, filter(self._holding.may_run, self._all_running))) is not None:
+        if (
+            holders
+            and (group := request_to_preempt(holders, filter(self._holding.may_run, self._all_running))) is not None
+        ):
             successor = self._drop_kv(group)
             successor.gave_way = True
             self._holding.enqueue_unless_held(successor)
@@ -508,8 +511,8 @@ class Scheduler:
             self._ready.wake()
 
     def transferred(self, worker: str, number: int, complete: bool, error: str) -> None:
-        """Record the end of a copy or fetch of a worker's disk. Arguments are those of ``Disks.done``."""
-        self.disks.done(worker, number, complete, error)
+        """Record the end of a copy or fetch of a worker's disk. Arguments are those of ``Disks.on_stored``."""
+        self.disks.on_stored(worker, number, complete, error)
         self._ready.wake()
 
     def _end(self, group: Group, completion: Completion) -> None:
@@ -540,7 +543,7 @@ class Scheduler:
         """Release finished completions; their slots are free once this plan is applied. Returns their sequences."""
         ending = lane.take_ended()
         for group, completion in ending:
-            self.prefixes.keep(group, completion)
+            self.prefixes.keep_completion(group, completion)
             self._free_completion(group, completion)
         return [completion.sequence for _, completion in ending]
 
@@ -553,5 +556,5 @@ class Scheduler:
         self.moves.on_completion_released(group, completion)
         self._admissions.note_freed()
         if not group.holders:
-            self.prefixes.let_go(group)
+            self.prefixes.release_request(group)
             self._residents.forget_request(group)

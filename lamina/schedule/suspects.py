@@ -189,7 +189,6 @@ class Holding:
         return len(self._waiting)
 
     def may_run(self, group: Group) -> bool:
-        """Return whether steps may run this request."""
         return self._hold.may_run(group.request.request_id)
 
     def use(self, hold: Hold, waiting: Iterable[Group]) -> None:
@@ -227,7 +226,7 @@ class Holding:
         else:
             self._admissions.remove(group)
 
-    def in_the_way(self, running: Iterable[Group]) -> list[Group]:
+    def blocking(self, running: Iterable[Group]) -> list[Group]:
         """Return the held requests among those ``running``, if nothing can run because of their KV."""
         if not self._hold.active or not self._admissions.full:
             return []

@@ -10,8 +10,8 @@ from lamina.core.requests import Owner
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Topology
 from lamina.core.types import Balance
+from lamina.kv.balancing import POLICIES
 from lamina.kv.placement import Placement
-from lamina.kv.policies import POLICIES
 from lamina.schedule.lane import Remains
 from lamina.schedule.lane_choice import chooser
 from lamina.schedule.limits import Limits
@@ -148,7 +148,7 @@ class Turn:
         self._chooser = chooser(pipeline)
         self._balancing = self.scheduler.balancing
         self._sequences = 0  # ``Scheduler.sequences`` before the last step completed
-        self.scheduler.use_lanes(pipeline.start.lanes, pipeline.start.rotates)
+        self.scheduler.use_lanes(pipeline.first_arrangement.lanes, pipeline.first_arrangement.rotates)
 
     def end_epoch(self, topology: Topology, deaths: Deaths = NO_DEATHS) -> Remains:
         """End the epoch: only members of ``topology`` take part from now on, and no step in flight will complete.
@@ -184,7 +184,7 @@ class Turn:
         if topology.pipeline != self._pipeline:
             self._pipeline = topology.pipeline
             self._chooser = chooser(self._pipeline)
-            self.scheduler.use_lanes(self._pipeline.start.lanes, self._pipeline.start.rotates)
+            self.scheduler.use_lanes(self._pipeline.first_arrangement.lanes, self._pipeline.first_arrangement.rotates)
         elif self._chooser is not None:
             self._chooser.set_memory_workers(topology.capacities)
 

@@ -38,6 +38,11 @@ WITHOUT_EFFECT = frozenset(
         "prompt_cache_options",
         "prompt_cache_retention",
         "request_id",
+        "session_id",  # earlier requests of a session are found by their tokens
+        "stream_interval",
+        "return_token_offsets",  # of vLLM's routes that render, like the next
+        "return_mm_kwargs",
+        "routed_experts_prompt_start",
     )
 )
 
@@ -54,6 +59,10 @@ _EITHER: dict[str, Sequence[Any]] = {
     "repetition_detection": (),
     "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "watermarking": (False,),
+    "logprob_token_ids": (),
+    "return_prompt_text": (False,),
     "vllm_xargs": (),
     "suffix": ("",),
     "prompt_embeds": (),

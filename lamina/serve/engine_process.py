@@ -38,9 +38,9 @@ from lamina.dataplane.transport_choice import summary
 from lamina.engine.engine import Engine
 from lamina.engine.frontends import Frontends
 from lamina.launch import Home, launch
+from lamina.models.directory import describe_defaults
 from lamina.observe.progress import loading_progress
 from lamina.output import start_logging
-from lamina.text.defaults import described
 from lamina.worker.process import exit_with
 
 log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ def describe(engine: Engine) -> str:
     """Return the summary of an engine that a server prints when it starts."""
     held = engine.cluster.loaded.weights and f" ({engine.cluster.loaded.weights})"
     slots = sum(worker.capacity for worker in engine.stats().memory.values())
-    defaults = described(engine.sampling_defaults)
+    defaults = describe_defaults(engine.sampling_defaults)
     sampling = defaults and f"  sampling {defaults} unless a request says otherwise (generation_config.json)\n"
     return (
         f"  model    {engine.model_name}, {engine.cluster.loaded.parameters / 1e6:.1f}M parameters, "

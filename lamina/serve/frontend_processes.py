@@ -202,10 +202,10 @@ class FrontendProcesses:
         self._liveness.turn(time.monotonic())
         for process in self._running:
             if process.read_output():
-                self._liveness.heard(process.name)
+                self._liveness.on_message(process.name)
         if supervisor.beats != self._beats:
             self._beats = supervisor.beats
-            self._liveness.heard(ENGINE)
+            self._liveness.on_message(ENGINE)
         silent = {name: f"its event loop has not run for {s:.0f} s" for name, s in self._liveness.lost().items()}
         if ENGINE in silent:
             log.warning("the engine is ended: its process does not run")

@@ -12,7 +12,7 @@ from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from lamina.core.errors import LaminaError
+from lamina.core.errors import NO_TOKEN_LEFT, LaminaError
 from lamina.core.types import Client
 from lamina.engine.streams import AsyncOutputs, Runtime
 from lamina.engine.updates import RequestUpdate
@@ -155,6 +155,8 @@ def _client(request: Request) -> Client:
 
 def _check(update: RequestUpdate) -> None:
     if update.error is not None:
+        if update.error.startswith(NO_TOKEN_LEFT):
+            raise APIError(400, first_line(update.error))
         raise APIError(503, first_line(update.error), code="engine_failed")
 
 

@@ -76,6 +76,19 @@ _ERROR_SCHEMA = {
         }
     },
 }
+_MESSAGES_ERROR_SCHEMA = {
+    "title": "MessagesError",
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
 
 
 def _range(name: str) -> Schema:
@@ -200,6 +213,7 @@ def interface(app: FastAPI, engine: Runtime) -> Schema:
         schemas = schema.setdefault("components", {}).setdefault("schemas", {})
         schemas.clear()  # FastAPI's validation errors, which this server never returns
         schemas["Error"] = _ERROR_SCHEMA
+        schemas["MessagesError"] = _MESSAGES_ERROR_SCHEMA
         for path, kind in ((COMPLETIONS_PATH, CompletionBody), (CHAT_PATH, ChatBody)):
             schemas[kind.__name__], parts = body_schema(kind, engine)
             schemas.update(parts)
@@ -219,10 +233,13 @@ def interface(app: FastAPI, engine: Runtime) -> Schema:
             schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
         metrics = schema["paths"]["/metrics"]["get"]["responses"]["200"]
         metrics["content"] = {CONTENT_TYPE: {"schema": {"type": "string"}}}
+        for operation in schema["paths"]["/ping"].values():
+            del operation["responses"]["200"]["content"]
         for path, methods in schema["paths"].items():
+            form = "MessagesError" if path in (MESSAGES_PATH, COUNT_PATH) else "Error"
             for operation in methods.values():
                 operation["responses"].pop("422", None)
-                operation["responses"] |= {str(status): _described(_ERRORS[status]) for status in _statuses(path)}
+                operation["responses"] |= {str(status): _described(_ERRORS[status], form) for status in _statuses(path)}
         app.openapi_schema = schema
     return app.openapi_schema
 
@@ -345,6 +362,7 @@ def _statuses(path: str) -> list[int]:
     }.get(path, [])
 
 
-def _described(description: str) -> Schema:
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+def _described(description: str, form: str) -> Schema:
+    """Return a response that is an error in one of the two forms."""
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{form}"}}}
     return {"description": description, "content": content}

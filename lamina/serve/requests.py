@@ -7,12 +7,12 @@ from typing import Any, Literal
 from lamina.core.errors import RequestError
 from lamina.core.types import SAMPLING_RANGES, SamplingParams, StructuredOutputs, require_in_range
 from lamina.engine.streams import Runtime
+from lamina.models.directory import Defaults
 from lamina.serve.bodies import Body, ChatBody, CompletionBody, parse
 from lamina.serve.http_errors import APIError
-from lamina.text.defaults import Defaults
 from lamina.text.grammars import compile_grammar
 from lamina.text.prompts import encode_chat, prompt_tokens
-from lamina.text.tool_calls import AnswerParser, PlainText
+from lamina.text.tool_calls import AnswerParser, PlainText, WithoutReasoning
 from lamina.text.tools import ToolChoice, calls_parser, forced_calls
 
 COMPLETION_TOKENS = 16
@@ -133,7 +133,8 @@ def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> G
         tokens = engine.tokenizer.encode(text, add_special_tokens=False)
         prompt = prompt_tokens(engine.tokenizer, tokens, params, engine.max_model_len)
     make_parser = form.parser(text, calls_parser(choice, form.tools) if tools else None)
-    return _generation(body, engine, [prompt], params, clamped=clamped, make_parser=make_parser)
+    shown = make_parser if body.include_reasoning is not False else lambda: WithoutReasoning(make_parser())
+    return _generation(body, engine, [prompt], params, clamped=clamped, make_parser=shown)
 
 
 def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -141,6 +142,7 @@ def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]])
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
+        variables.setdefault("enable_thinking", body.reasoning_effort != "none")
     continues = bool(body.continue_final_message)
     prompts = body.add_generation_prompt if body.add_generation_prompt is not None else not continues
     if continues and prompts:

@@ -37,7 +37,6 @@ class ChatFormat:
 
     @classmethod
     def choose(cls, settings: ChatSettings, template: str) -> "ChatFormat":
-        """Return the format of a model with this chat template."""
         named = {settings.tool_call_parser, settings.reasoning_parser}
         if named & {"openai", "openai_gptoss"} or (named == {"auto"} and MARKER in template):
             return cls("openai", None, channels=True)
@@ -64,7 +63,7 @@ class ChatFormat:
     def needs_special(self, special_texts: Collection[str], with_tools: bool) -> bool:
         """Return whether special tokens must be in the text, because parsers look for some of them."""
         markers = list(MARKERS if self.channels else self.tags or ())
-        if with_tools and self.tools in TOOL_PARSERS:
+        if with_tools and self.tools is not None and self.tools in TOOL_PARSERS:
             parser = TOOL_PARSERS[self.tools]
             markers += [parser.begin, *parser.noise]
         return any(marker in special_texts for marker in markers)

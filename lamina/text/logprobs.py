@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from lamina.control.logprobs import drawn_token, unpack
+from lamina.control.packed_logprobs import drawn_token, unpack
 from lamina.core.types import Logprob
 from lamina.text.tokenizer import Tokenizer, complete_text
 
@@ -11,7 +11,7 @@ class Position(NamedTuple):
     """Logprobs at one position of a completion, with what the texts of the tokens depend on.
 
     Attributes:
-        packed: the drawn token and the most likely ones, packed by ``lamina.control.logprobs``.
+        packed: the drawn token and the most likely ones, packed by ``lamina.control.packed_logprobs``.
         text: text that the drawn token added to the completion, before a stop string was cut off.
         pending: bytes of an incomplete character before this position.
     """

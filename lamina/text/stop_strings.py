@@ -88,7 +88,6 @@ class StopChecker:
     """
 
     def __init__(self, params: SamplingParams, stops: StopStrings | None = None) -> None:
-        """``stops``: the stop strings of ``params``."""
         self._params = params
         self._stops = StopStrings(params.stop) if stops is None else stops
         self._tokens = 0

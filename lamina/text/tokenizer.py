@@ -362,11 +362,7 @@ class IncrementalDetokenizer:
 
 
 class _ByteRun:
-    """Decodes a run of byte-fallback tokens.
-
-    Attributes:
-        pending: bytes of an incomplete character.
-    """
+    """Decodes a run of byte-fallback tokens. ``pending``: bytes of an incomplete character."""
 
     def __init__(self) -> None:
         self.pending = b""

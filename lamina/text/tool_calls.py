@@ -67,6 +67,21 @@ class PlainText:
         return []
 
 
+class WithoutReasoning:
+    """Leaves out the reasoning that another parser finds."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+
+    def append(self, text: str) -> list[Event]:
+        """Return what further text adds."""
+        return [event for event in self._parser.append(text) if not isinstance(event, Reasoning)]
+
+    def flush(self) -> list[Event]:
+        """Return what was held back."""
+        return [event for event in self._parser.flush() if not isinstance(event, Reasoning)]
+
+
 _Reader = Generator[None, str, None]
 """Gets the characters of a text one by one."""
 

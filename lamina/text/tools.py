@@ -31,8 +31,6 @@ class Tool(msgspec.Struct, tag="function", tag_field="type"):
 
 
 class NamedFunction(msgspec.Struct):
-    """The name of a function."""
-
     name: str
 
 

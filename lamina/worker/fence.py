@@ -46,7 +46,7 @@ class Fence:
         self._links.disconnect_for_good(error.peer)
         self._stop(error)
 
-    def miss(self, peer: str) -> None:
+    def on_newcomer_lost(self, peer: str) -> None:
         """Report to the engine that a new member was lost before it was linked. Steps stop until the epoch ends."""
         self._stop(PeerLostError(peer, "it was lost while it joined"))
 

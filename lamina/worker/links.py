@@ -317,7 +317,6 @@ class Links:
         return sorted(self._members)
 
     def has(self, name: str) -> bool:
-        """True if there is a link to this peer."""
         return name in self._links
 
     def apply_topology(self, topology: Topology) -> None:

@@ -24,7 +24,7 @@ from lamina.control.timeline import Timeline
 from lamina.core.errors import PeerLostError, WorkerError
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Epoch, Topology
-from lamina.worker.device_slots import Mapper, Slots
+from lamina.worker.device_slots import DeviceSlots, Mapper
 from lamina.worker.fence import Fence
 from lamina.worker.links import Links, Newcomers
 
@@ -34,7 +34,7 @@ class WorkerLoop:
 
     def __init__(self, control: ControlClient, links: Links, device: Mapper, epoch: Epoch, trace: bool) -> None:
         self._control, self._links, self._wait = control, links, links.close_unused_endpoints()
-        self._slots, self._timeline = Slots(links, device), Timeline(trace)
+        self._slots, self._timeline = DeviceSlots(links, device), Timeline(trace)
         self._fence = Fence(control, links, epoch)
         self._newcomers = Newcomers(control, links)
         self._running = True
@@ -54,7 +54,7 @@ class WorkerLoop:
         """Do what is due, or wait for it briefly. Raises PeerLostError."""
         raise NotImplementedError
 
-    def _take_in(self, plan: StepPlan) -> None:
+    def _apply_plan(self, plan: StepPlan) -> None:
         """Apply a plan's deltas and prepare its step."""
         raise NotImplementedError
 
@@ -79,7 +79,7 @@ class WorkerLoop:
             self._running = False
         elif isinstance(message, Step):
             if message.epoch >= self._fence.epoch:
-                self._take_in(message.plan)
+                self._apply_plan(message.plan)
         elif isinstance(message, EndEpoch):
             self._end_epoch(message)
         elif isinstance(message, Recall):

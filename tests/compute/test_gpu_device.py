@@ -26,7 +26,7 @@ from lamina.core.types import AttentionSpec, DType
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import Target, lower
 from lamina.lowering.cpu_slices import PositionTable
-from lamina.lowering.gpu_slices import place
+from lamina.lowering.gpu_slices import place_slices
 from lamina.memory.device import gpu_memory
 from lamina.models.quantisation.codes import Weight
 from lamina.splitter import split
@@ -95,7 +95,7 @@ def test_nothing_is_made_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch)
         }
         positions, ids = torch.arange(4), torch.zeros(4, dtype=torch.int64, device=card)
         arrived: list[Tensor] = []
-        for index, piece in enumerate(place(lowered, weights, card)):
+        for index, piece in enumerate(place_slices(lowered, weights, card)):
             results = piece(piece.prepare(positions), ids, ids, arrived)
             assert {tensor.device for tensor in results} == {card}
             if index < len(lowered.attentions):
@@ -225,7 +225,7 @@ def test_experts_are_recorded(name: str, dtype: DType) -> None:
     lowered = lower(model, Target.GPU)
     exact = random_model(variant(name)).state_dict()
     weights: dict[str, Weight] = {key: exact[key].to(getattr(torch, dtype.value)) for key in lowered.weights}
-    eager = place(lowered, weights, torch.device("cpu"), grouped=False)
+    eager = place_slices(lowered, weights, torch.device("cpu"), grouped=False)
     assert all(piece.capturable for piece in eager)
     kit = Counting()
     runner = Gpu(kit).runner(lowered, weights)

@@ -165,7 +165,7 @@ def test_shards_are_as_many_as_workers_need_and_slopes_go_with_their_heads(
 ) -> None:
     slopes = tuple(float(head) for head in range(heads * group))
     spec = AttentionSpec(0, heads * group, heads, 4, 4, 1.0, alibi_slopes=slopes)
-    shards = HeadShards.over([spec], workers)
+    shards = HeadShards.for_model([spec], workers)
     assert heads % shards.count == 0 and shards.count >= min(heads, workers)
     parts = [shards.spec(spec, shard) for shard in range(shards.count)]
     assert sum((part.alibi_slopes or () for part in parts), ()) == slopes

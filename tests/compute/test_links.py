@@ -50,8 +50,8 @@ class Memory:
         station.hub.flush()
         doors = [(channel, slot) for channel in station.channels.values() for slot in channel.awaited]
         targets = [channel.awaited[slot] for channel, slot in doors] + self.fetcher.awaited + station.hub.credits
-        while self.fetcher.may_ask:
-            self.fetcher.ask()
+        while self.fetcher.can_start:
+            self.fetcher.start_next()
         try:
             index = station.endpoint.wait(targets, 0.0)
         except DeadlineError:
@@ -60,15 +60,15 @@ class Memory:
         if index < len(doors):
             self._open(*doors[index])
         elif index < len(doors) + fetches:
-            self.fetcher.keep(index - len(doors))
+            self.fetcher.finish(index - len(doors))
         else:
-            station.hub.go_on()
+            station.hub.send_kept()
         return True
 
     def _open(self, channel: Channel, slot: int) -> None:
         channel.close_slot(slot)
         request = channel.read(slot)
-        self.station.hub.go_on()
+        self.station.hub.send_kept()
         if request.body is not None:
             self._serve(request, request.body)
             return
@@ -199,7 +199,7 @@ class Work:
                 assert len(channel.awaited) == SLOTS and len(channel.credits) < SLOTS, (
                     "no sender is without a free slot"
                 )
-            assert station.hub.regions.take(station.hub.nbytes) is not None, "all regions have been released"
+            assert station.hub.regions.allocate(station.hub.nbytes) is not None, "all regions have been released"
 
 
 sizes = st.sampled_from([0, 1, 64, 65, 200])

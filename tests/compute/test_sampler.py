@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from lamina.compute.sampler import Row, distribution, sample
-from lamina.control.logprobs import unpack
+from lamina.control.packed_logprobs import unpack
 from lamina.core.errors import LogitsError
 from lamina.core.types import SamplingParams
 from tests.compute.noise import gumbel
@@ -259,6 +259,17 @@ def test_masked_tokens_are_no_error_but_an_empty_choice_is() -> None:
     logits[1] = -math.inf
     with pytest.raises(LogitsError, match=r"rows \[1\]"):
         sample(logits, rows)
+
+
+def test_a_request_that_rules_out_every_token_is_told_from_a_broken_model() -> None:
+    logits = random_logits(2)
+    nothing = SamplingParams(allowed_token_ids=[10**6])
+    with pytest.raises(LogitsError, match=r"rule out every token") as error:
+        sample(logits, [Row(0, SamplingParams()), Row(1, nothing)])
+    assert error.value.rows == [1]
+    logits[0, 3] = math.nan
+    with pytest.raises(LogitsError, match="NaN or infinite"):
+        sample(logits, [Row(0, SamplingParams()), Row(1, nothing)])
 
 
 def test_rows_must_match_logits() -> None:

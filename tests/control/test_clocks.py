@@ -28,9 +28,9 @@ def test_a_time_is_wrong_by_half_of_the_shortest_round_trip_at_most(
     clock = Clock()
     clock.add_reading(read(0, delays, lambda now: now + ahead))
     best = min(there + back for there, back in delays)
-    assert abs(clock.here(moment + ahead) - moment) <= best + 1, "both halves, where no difference is seen"
+    assert abs(clock.to_local(moment + ahead) - moment) <= best + 1, "both halves, where no difference is seen"
     if 2 * abs(ahead) > 2 * best:
-        assert abs(clock.here(moment + ahead) - moment) <= best / 2 + 1
+        assert abs(clock.to_local(moment + ahead) - moment) <= best / 2 + 1
 
 
 @given(st.integers(10**12, 10**15), st.integers(-200, 200), DELAYS, DELAYS, st.integers(10, 86_400), st.floats(0, 1))
@@ -46,17 +46,17 @@ def test_a_drift_between_two_readings_is_taken_out(
     best = max(min(there + back for there, back in each) for each in (first, last))
     begin = sum(map(sum, first))
     moment = begin + int(share * max(0, end - begin))
-    assert abs(clock.here(shows(moment)) - moment) <= best / 2 + best * abs(ppm) / 10**6 + 3
+    assert abs(clock.to_local(shows(moment)) - moment) <= best / 2 + best * abs(ppm) / 10**6 + 3
 
 
 @given(st.integers(-(10**15), 10**15), DELAYS, st.lists(st.integers(0, 3600 * S), min_size=2))
 def test_what_happened_there_stays_in_order(ahead: int, delays: list[tuple[int, int]], moments: list[int]) -> None:
     clock = Clock()
     clock.add_reading(read(0, delays, lambda now: now + ahead))
-    assert [clock.here(moment) for moment in sorted(moments)] == sorted(map(clock.here, moments))
+    assert [clock.to_local(moment) for moment in sorted(moments)] == sorted(map(clock.to_local, moments))
 
 
 def test_clocks_of_one_machine_are_not_moved_apart() -> None:
     clock = Clock()
     clock.add_reading(read(0, [(40_000, 10_000), (500_000, 3_000)], lambda now: now))
-    assert clock.here(123) == 123
+    assert clock.to_local(123) == 123

@@ -8,7 +8,7 @@ def turns(liveness: Liveness, start: float, seconds: float, *, answering: tuple[
     for tick in range(round(seconds * 10)):
         liveness.turn(start + tick / 10)
         for worker in answering:
-            liveness.heard(worker)
+            liveness.on_message(worker)
     return start + seconds
 
 

@@ -105,7 +105,7 @@ def test_played_out_the_replicas_are_busy(pipeline: Pipeline, turns: int) -> Non
 def test_a_lane_runs_only_on_its_replicas(pipeline: Pipeline, lane: int, turn: int) -> None:
     lane %= pipeline.lanes
     assert pipeline.replica(lane, turn) in pipeline.replicas_of(lane)
-    if pipeline.moves:
+    if pipeline.may_rotate:
         assert pipeline.replica(lane, turn) == (lane + turn) % (pipeline.lanes - 1)
 
 
@@ -188,7 +188,7 @@ def test_any_pipeline_goes_on_with_fewer_replicas(pipeline: Pipeline, data: st.D
     """On the lanes that exist, each of which some replica runs, and in the same orders as far as there are any."""
     left = pipeline.with_replicas(data.draw(st.integers(1, pipeline.replicas)))
     assert left.lanes <= pipeline.lanes and left.rotates == pipeline.rotates
-    for one in (left.start, *left.choices):
+    for one in (left.first_arrangement, *left.choices):
         assert left.replicas <= one.lanes <= pipeline.lanes
         assert not one.rotates or one.lanes == left.replicas + 1
         assert (left.stages, left.starts) == (pipeline.stages, pipeline.starts)

@@ -94,11 +94,11 @@ def test_a_slot_is_used_again_only_once_it_has_been_given_back(pair: tuple[Stati
     assert [(each.lane, each.turn, bytes(each.body or b"")) for each in arrived] == [(0, 7, b"ab\0"), (1, 7, b"ab\1")]
     assert near.hub.keeping == {to}
     at.free(1)
-    near.hub.go_on()
+    near.hub.send_kept()
     assert near.hub.keeping == {to}, "it has not been told yet"
     far.hub.flush()
     near.endpoint.wait(near.hub.credits, 0.0)
-    near.hub.go_on()
+    near.hub.send_kept()
     assert not near.hub.keeping
     assert bytes(arrived[0].body or b"") == b"ab\0", "the other slot is untouched"
     assert bytes(at.read(1).body or b"") == b"ab\2"
@@ -128,7 +128,7 @@ def test_a_body_that_a_nic_writes_apart_is_read_from_the_inbox_once_it_is_settle
     second.free()
     far.hub.flush()
     near.endpoint.wait(near.hub.credits, 0.0)
-    near.hub.go_on()
+    near.hub.send_kept()
     assert bytes(at.read(1).whole) == b"kept"
 
 
@@ -141,7 +141,7 @@ def test_a_credit_travels_with_a_message_the_other_way(pair: tuple[Station, Stat
     far.channels["near"].begin(0, 0, 0).send_piece([])
     assert not far.hub.owing
     near.channels["far"].read(0)
-    near.hub.go_on()
+    near.hub.send_kept()
     assert not near.hub.keeping
     assert bytes(far.channels["near"].read(0).body or b"") == b"y"
 
@@ -181,7 +181,7 @@ def test_what_is_larger_than_a_slot_waits_in_the_pool_until_it_has_been_fetched(
         at.free(slot)
     at.fetched(request.number)
     far.hub.flush()
-    near.hub.go_on()
+    near.hub.send_kept()
     assert not near.hub.keeping
     later = at.read(0)
     assert bytes(near.arena.view(later.fetched_at, 200)) == bytes(range(200))
@@ -197,6 +197,6 @@ def test_a_link_that_ends_leaves_nothing_kept_and_no_region_in_use(pair: tuple[S
     far.endpoint.close()
     near.hub.forget(to)
     assert not near.hub.keeping and near.hub.credits == []
-    assert near.hub.regions.take(256) is not None
+    assert near.hub.regions.allocate(256) is not None
     to.free(0)
     near.hub.flush()  # nobody is told

@@ -37,7 +37,7 @@ def test_no_slot_has_two_senders(actions: list[tuple[str, int]]) -> None:
         elif action == "read":
             slot = lane % 2
             held[slot] = max(0, held[slot] - 1)
-            credits.give_back([used - left for used, left in zip(credits.used, held, strict=True)])
+            credits.record_freed([used - left for used, left in zip(credits.used, held, strict=True)])
     for slot, left in enumerate(held):
         assert (slot in credits.outstanding) == (left > 0)
 
@@ -46,7 +46,7 @@ def test_a_booked_slot_is_the_last_that_others_get() -> None:
     credits = SlotCredits(2, 0)
     assert credits.book(5, 2) == (0, 0)
     assert credits.book(5, 1) == (0, 2), "a lane keeps its slot, before all of its messages were read"
-    credits.give_back([3, 0])
+    credits.record_freed([3, 0])
     assert credits.find(nothing) == 1
     credits.used[1] += 1
     assert credits.book(6, 1) is None, "the free slot is another lane's"

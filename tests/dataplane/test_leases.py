@@ -58,9 +58,9 @@ def test_a_space_hands_out_every_number_once(steps: list[tuple[bool, int]], alig
     space, held = Space(3, 64, alignment), list[tuple[int, int]]()
     for gives, count in steps:
         if gives and held:
-            space.give(*held.pop(count % len(held)))
+            space.deallocate(*held.pop(count % len(held)))
             continue
-        start = space.take(count)
+        start = space.allocate(count)
         if start is None:
             taken = {number for begin, size in held for number in range(begin, begin + size)}
             runs = [all(at + i not in taken for i in range(count)) for at in range(3, 65 - count)]
@@ -73,14 +73,14 @@ def test_a_space_hands_out_every_number_once(steps: list[tuple[bool, int]], alig
 
 def test_what_is_free_cannot_be_given_back() -> None:
     space = Space(0, 10)
-    assert space.take(4) == 0
+    assert space.allocate(4) == 0
     for start, count in ((4, 1), (3, 2), (0, 11)):
         with pytest.raises(ValueError, match="given back twice"):
-            space.give(start, count)
-    space.give(0, 4)
+            space.deallocate(start, count)
+    space.deallocate(0, 4)
     with pytest.raises(ValueError, match="given back twice"):
-        space.give(0, 4)
-    assert space.take(10) == 0
+        space.deallocate(0, 4)
+    assert space.allocate(10) == 0
 
 
 def test_a_full_arena_says_what_is_missing() -> None:

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from lamina.control.frontend_messages import CompletionTokens, FrontendBootstrap
-from lamina.control.logprobs import pack
+from lamina.control.packed_logprobs import pack
 from lamina.control.timeline import Span
 from lamina.core.errors import EngineDeadError, LaminaError, OverloadedError, RequestError
 from lamina.core.types import Client, FinishReason, Logprob, SamplingParams

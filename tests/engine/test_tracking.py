@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.control.logprobs import drawn_token, pack, unpack
 from lamina.control.messages import Draw
+from lamina.control.packed_logprobs import drawn_token, pack, unpack
 from lamina.core.requests import Completion, Group
 from lamina.core.types import FinishReason, Logprob, Request, RequestOutput, SamplingParams
 from lamina.engine.tracking import TrackedRequest

@@ -9,7 +9,7 @@ from lamina.kernels import tuning_cache
 
 def test_what_was_saved_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAMINA_CACHE_DIR", str(tmp_path))
-    path = tuning_cache.place("speeds", "NVIDIA H200", "1.0")
+    path = tuning_cache.file_for("speeds", "NVIDIA H200", "1.0")
     assert tuning_cache.load(path, dict[str, float]) is None
     tuning_cache.save(path, {"read": 4.8})
     assert tuning_cache.load(path, dict[str, float]) == {"read": 4.8}
@@ -21,5 +21,5 @@ def test_a_place_that_cannot_be_written_to_is_a_warning(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("LAMINA_CACHE_DIR", str(tmp_path / "file"))
-    tuning_cache.save(tuning_cache.place("speeds", "cpu"), 1.0)
-    assert "is not kept" in caplog.text
+    tuning_cache.save(tuning_cache.file_for("speeds", "cpu"), 1.0)
+    assert "cannot be stored" in caplog.text

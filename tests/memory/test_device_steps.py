@@ -18,13 +18,13 @@ from lamina.core.types import AttentionSpec, Polling
 from lamina.kernels import tuning_cache
 from lamina.kernels.segments import SegmentTable
 from lamina.launch import launch
-from lamina.memory import ahead, worker
+from lamina.memory import device_steps, worker
 from lamina.memory.device import gpu, gpu_polls, polling_choice
 from lamina.memory.device.workspaces import Workspaces
 from lamina.memory.slab_setup import polling_of
+from lamina.transport.device.emulated_slots import ThreadSlots, ThreadStream
 from lamina.transport.device.inboxes import Inboxes, SharedMaker
 from lamina.transport.device.slots import Outcome
-from lamina.transport.device.threads import ThreadSlots, ThreadStream
 from tests.support import reference_attention
 from tests.support.late_backend import LateBackend
 from tests.support.memory_worker import TIMEOUT_S, Pair
@@ -44,7 +44,7 @@ def make(
     monkeypatch: pytest.MonkeyPatch, lanes: int, inboxes: Inboxes | None = None, who: Polling = "device"
 ) -> Iterator[Pair]:
     monkeypatch.setattr(worker, "IDLE_SLICE_S", 0.0)
-    monkeypatch.setattr(ahead, "WINDOW", WINDOW)
+    monkeypatch.setattr(device_steps, "WINDOW", WINDOW)
     pair = Pair("emulated", who, SPECS, lanes, inboxes)
     yield pair
     pair.resources.close()
@@ -331,9 +331,9 @@ def test_links_that_change_are_taken_up_once_no_step_waits(pair: Pair) -> None:
     lanes.plan(0)
     lanes.decode(0, range(1))
     direct = dict(used._direct)
-    used.use({}, used._pipeline, used._computes)
+    used.change_channels({}, used._pipeline, used._computes)
     assert used._direct == direct, "the device may still write to its slots"
-    used.use(pair.worker._channels, used._pipeline, used._computes)
+    used.change_channels(pair.worker._channels, used._pipeline, used._computes)
     lanes.plan(1)
     lanes.decode(1, range(1))
     assert 1 not in used._runs
@@ -365,7 +365,7 @@ def test_a_device_with_a_display_does_not_poll() -> None:
 
 def test_auto_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAMINA_CACHE_DIR", str(tmp_path))
-    kept = tuning_cache.place("polling", Timed.name)
+    kept = tuning_cache.file_for("polling", Timed.name)
     made: list[ThreadSlots] = []
 
     def slots() -> ThreadSlots:

@@ -46,7 +46,7 @@ class Worker:
 
     def gap(self) -> bool:
         """One piece of work at most; False if there was nothing to do."""
-        busy = self.puller.may_ask
+        busy = self.puller.can_start
         try:
             self.endpoint.wait([*self.puller.awaited, *self.migrations.awaited], 0.0)
             busy = True
@@ -247,7 +247,7 @@ def test_a_peer_that_dies_ends_what_it_had_a_part_in(pool: Pool) -> None:
             left.puller.wait(left.endpoint.wait, [], 0.0, left.migrations)
     left.puller.forget("memory0")
     left.migrations.drop(FIRST.next)
-    assert not left.migrations.awaited and not left.puller.awaited and not left.puller.may_ask
+    assert not left.migrations.awaited and not left.puller.awaited and not left.puller.can_start
     assert dead.store.slab.used == 17
 
 

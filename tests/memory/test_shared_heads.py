@@ -61,7 +61,7 @@ def test_ranks_that_share_kv_heads_attend_to_all_tokens_kept_once(
     specs = [
         AttentionSpec(layer, heads, kv_heads, 8, 6, 0.35, window=3 * layer, alibi_slopes=alibi) for layer in range(2)
     ]
-    shards = HeadShards.over(specs, 1, ranks)
+    shards = HeadShards.for_model(specs, 1, ranks)
     assert shards == HeadShards(kv_heads, kv_heads)
     setup = MemorySetup(specs, DType.FLOAT32, 100, 1, overlap, False, head_shards=shards.count, ranks=ranks)
     store = KvStore("memory0", setup)
@@ -118,4 +118,4 @@ def test_ranks_that_share_kv_heads_attend_to_all_tokens_kept_once(
 def test_ranks_that_cannot_share_kv_heads_evenly_are_rejected(kv_heads: tuple[int, ...], ranks: int) -> None:
     specs = [AttentionSpec(layer, 24, count, 8, 8, 1.0) for layer, count in enumerate(kv_heads)]
     with pytest.raises(ConfigError, match=f"KV heads, which {ranks} ranks cannot share evenly; give a tensor_parallel"):
-        HeadShards.over(specs, 1, ranks)
+        HeadShards.for_model(specs, 1, ranks)

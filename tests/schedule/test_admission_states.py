@@ -25,7 +25,7 @@ from lamina.core.types import Client
 from lamina.kv.placement import Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.schedule import admission
-from lamina.schedule.admission import Admissions, Seats, giving
+from lamina.schedule.admission import Admissions, Seats, request_to_preempt
 from lamina.schedule.lane import Residents
 from lamina.schedule.limits import Limits
 from lamina.schedule.policy import FIFO
@@ -183,7 +183,7 @@ class Waiting(RuleBasedStateMachine):
                 for one in self.model.waiting
                 for asks in [one.request.client]
             )
-        if holders and (group := giving(holders, self.model.running)) is not None:
+        if holders and (group := request_to_preempt(holders, self.model.running)) is not None:
             self._release(group)
             group.gave_way = True
             self.model.waiting[group] = False

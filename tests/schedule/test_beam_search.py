@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lamina.compute.sampler import Row, sample
-from lamina.control.logprobs import unpack
+from lamina.control.packed_logprobs import unpack
 from lamina.core.types import Logprob, SamplingParams
 from lamina.schedule.beam_search import BeamSearch, continued
 from tests.support.random_models import SERVED_VOCABULARY, best_beams, random_model, served

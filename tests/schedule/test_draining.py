@@ -39,7 +39,7 @@ def moved(plans: list[StepPlan]) -> int:
 def places(under_test: Scheduler, name: str = "0") -> list[dict[str, int]]:
     """By completion of a request, its tokens on each worker."""
     group = next(one for one in under_test.requests if one.request.request_id == name)
-    kept = [group.kept(one) for one in group.alive]
+    kept = [group.stored_tokens(one) for one in group.alive]
     return [by_worker(one.segments, 0, tokens) for one, tokens in zip(group.alive, kept, strict=True)]
 
 

@@ -8,8 +8,8 @@ import pytest
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Balance, Partition
-from lamina.kv import policies
-from lamina.kv.policies import POLICIES
+from lamina.kv import balancing
+from lamina.kv.balancing import POLICIES
 from lamina.schedule import moves
 from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Balancing
@@ -57,7 +57,7 @@ def test_what_is_kept_for_others_is_not_of_a_first_completion_that_was_released(
     step(under_test)
     group.holders -= 1
     first.segments = [dataclasses.replace(segment, worker="gone") for segment in first.segments]
-    under_test.prefixes.keep(group, second)
+    under_test.prefixes.keep_completion(group, second)
     forks, _ = under_test.prefixes.changes()
     assert [fork.parent for fork in forks] == [second.sequence]
 
@@ -67,7 +67,7 @@ def test_what_is_kept_for_others_is_not_of_a_first_completion_that_was_released(
 def test_whatever_a_policy_moves_every_slot_comes_back_and_nothing_returns_at_once(
     name: Balance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for where, what in ((policies, "LEAST"), (policies, "LEAST_SWAP"), (policies, "UNEVEN"), (moves, "LOOK_STEPS")):
+    for where, what in ((balancing, "LEAST"), (balancing, "LEAST_SWAP"), (balancing, "UNEVEN"), (moves, "LOOK_STEPS")):
         monkeypatch.setattr(where, what, 1)
     moved = 0
     for seed in range(50):
@@ -121,8 +121,8 @@ def test_pools_of_several_kinds_are_balanced_by_bandwidth(
 ) -> None:
     memories = [Member(f"memory{index}", "memory", kind, "", 10) for index, kind in enumerate(kinds)]
     topology = Topology(FIRST, (Member("compute0", "compute", "a100", ""), *memories), Pipeline(2, 1))
-    assert policies.policy_for("auto", topology, partition) == wanted
-    assert policies.policy_for("ledger", topology, partition) == "ledger"
+    assert balancing.policy_for("auto", topology, partition) == wanted
+    assert balancing.policy_for("ledger", topology, partition) == "ledger"
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])

@@ -241,7 +241,7 @@ def test_those_concerned_and_nobody_else_are_told_what_they_need(
             if chance.random() < leaving:
                 driver.go()
             if chance.random() < 0.1:
-                one = chance.choice([pipeline.start, *pipeline.choices])
+                one = chance.choice([pipeline.first_arrangement, *pipeline.choices])
                 driver.turn.scheduler.use_lanes(one.lanes, one.rotates)
             driver.move()
             driver.turn_once()

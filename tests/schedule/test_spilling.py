@@ -227,9 +227,9 @@ def test_chats_that_were_evicted_come_back_from_the_disk() -> None:
 def test_a_disk_gives_up_what_was_used_longest_ago_and_nothing_that_is_being_read() -> None:
     disk, keys = Blocks(3), [bytes([number]) for number in range(5)]
     for key in keys[:3]:
-        disk.put([key], disk.allocate_blocks(1))
+        disk.record_written([key], disk.allocate_blocks(1))
     pinned = disk.pin(keys[:1])
-    disk.put(keys[3:4], disk.allocate_blocks(1))
+    disk.record_written(keys[3:4], disk.allocate_blocks(1))
     assert [key in disk for key in keys] == [True, False, True, True, False]
     assert len(disk.allocate_blocks(3)) == 2 and keys[0] in disk
     disk.unpin(pinned)
@@ -250,7 +250,7 @@ def continued() -> tuple[Scheduler, Group]:
     (group,) = under_test._residents.holders("memory0")
     disk = under_test.disks._disks["memory0"]
     keys = keys_of("", ids_of(range(48)), 48)[20:]
-    disk.put(keys, disk.allocate_blocks(len(keys)))
+    disk.record_written(keys, disk.allocate_blocks(len(keys)))
     return under_test, group
 
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import uvicorn
 
-from lamina.control.logprobs import pack
+from lamina.control.packed_logprobs import pack
 from lamina.core.types import FinishReason, Logprob, Request, SamplingParams
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
 from lamina.serve import generation

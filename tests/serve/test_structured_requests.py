@@ -83,3 +83,8 @@ def test_what_cannot_be_matched_is_refused(server: Running, given: dict[str, Any
     error = refusal(server.post(CHAT, **asked(CHAT), **given), 400)
     assert said in error["message"] and error["param"] == param
     assert not server.engine.submitted
+
+
+def test_a_request_that_leaves_no_token_is_its_own_fault(server: Running) -> None:
+    error = refusal(server.post(COMPLETION, prompt="no token"), 400)
+    assert "rule out every token" in error["message"] and error["type"] == "invalid_request_error"

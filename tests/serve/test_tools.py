@@ -154,6 +154,31 @@ def test_markers_that_are_special_tokens_stay_in_the_text(server: Running, monke
     assert [params.skip_special_tokens for _, params in server.engine.submitted] == [False, True]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_reasoning_may_be_left_out(
+    client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    say(monkeypatch, "<think>So.</think>Yes.")
+    extra = {"include_reasoning": False}
+    if stream:
+        chunks = client.chat.completions.create(model="fake", messages=USER, stream=True, extra_body=extra)
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        assert "".join(delta.content or "" for delta in deltas) == "Yes."
+        assert not any((delta.model_extra or {}).get("reasoning_content") for delta in deltas)
+    else:
+        message = client.chat.completions.create(model="fake", messages=USER, extra_body=extra).choices[0].message
+        assert message.content == "Yes." and not (message.model_extra or {}).get("reasoning_content")
+
+
+@pytest.mark.parametrize(("effort", "thinks"), [("none", "False"), ("low", "True"), (None, "")])
+def test_an_effort_of_none_turns_thinking_off(
+    server: Running, monkeypatch: pytest.MonkeyPatch, effort: str | None, thinks: str
+) -> None:
+    monkeypatch.setattr(scripted_engine, "TEMPLATE", ChatTemplate("{{ enable_thinking }}<go>", {}))
+    assert server.post(CHAT, messages=USER, reasoning_effort=effort).status_code == 200
+    assert shown(server) == thinks + "<go>"
+
+
 def test_variables_and_the_end_of_the_prompt(server: Running) -> None:
     server.post(CHAT, messages=USER, chat_template_kwargs={"effort": "e"}, reasoning_effort="low")
     assert shown(server) == "<user>a(elow)<go>"

@@ -229,7 +229,7 @@ class SimulatedServer(ControlServer):
             self.wake()
             self._woken = False
         else:
-            self.liveness.heard(worker)
+            self.liveness.on_message(worker)
 
     @override
     def receive(self, timeout_s: float) -> Iterator[tuple[str, ToEngine]]:
@@ -243,7 +243,7 @@ class SimulatedServer(ControlServer):
         while self._inbox:
             worker, payload = self._inbox.popleft()
             if worker in self._members or worker in self._joining:
-                self.liveness.heard(worker)
+                self.liveness.on_message(worker)
                 yield worker, decode(worker, payload)
 
     @override

@@ -157,7 +157,7 @@ def load(
     context = runner.padded(setup.rows) * context_nbytes_per_token(runner.attentions, runner.contexts)
     starts = tuple(stage * (LAYERS + 1) // setup.stages for stage in range(setup.stages))
     control.send(ModelLoaded(list(ATTENTIONS), DType.FLOAT32, 1, VOCABULARY, context, "hash", starts))
-    return runner, HeadShards.over(ATTENTIONS, setup.head_workers, setup.ranks)
+    return runner, HeadShards.for_model(ATTENTIONS, setup.head_workers, setup.ranks)
 
 
 def expected(prompt: Sequence[int], params: SamplingParams, seed: int, completion: int) -> list[int]:

@@ -63,10 +63,10 @@ class Memory:
             self._fetch_one()
 
     def _fetch_one(self) -> None:
-        if self.puller.may_ask:
-            self.puller.ask()
+        if self.puller.can_start:
+            self.puller.start_next()
         else:
-            self.puller.keep(self.station.endpoint.wait(self.puller.awaited, TIMEOUT_S))
+            self.puller.finish(self.station.endpoint.wait(self.puller.awaited, TIMEOUT_S))
             self.station.hub.flush()
 
     def serve(self, plan: StepPlan) -> threading.Thread:
@@ -112,7 +112,7 @@ class Memory:
                 message.send_piece(parts)
                 while self.station.hub.keeping:
                     self.station.endpoint.wait(self.station.hub.credits, TIMEOUT_S)
-                    self.station.hub.go_on()
+                    self.station.hub.send_kept()
                 self.station.hub.flush()
 
         thread = threading.Thread(target=answer if not step.rows.empty else lambda: None)

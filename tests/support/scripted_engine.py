@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import httpx
 
-from lamina.control.logprobs import pack
+from lamina.control.packed_logprobs import pack
 from lamina.control.timeline import Span
-from lamina.core.errors import EngineDeadError, OverloadedError, RequestError
+from lamina.core.errors import EngineDeadError, LogitsError, OverloadedError, RequestError
 from lamina.core.types import Client, FinishReason, Logprob, Request, SamplingParams
 from lamina.dataplane.transport_choice import Choice, Transport
 from lamina.engine.stats import EngineStats, MemoryStats, PlacementStats, ScalingStats
@@ -130,10 +130,11 @@ class FakeEngine:
                     self.hanging.append((out, on_update))
                     self.changed.notify_all()
                 return
-            if count == 2 and "break" in text:
+            if count == 2 and ("break" in text or "no token" in text):
                 for completion in outputs:
                     completion.finish_reason = FinishReason.ERROR
-                on_update(replace(out, finished=True, error="worker memory0 is gone"))
+                error = "worker memory0 is gone" if "break" in text else str(LogitsError([0], ruled_out=True))
+                on_update(replace(out, finished=True, error=error))
                 return
             on_update(out)
 

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lamina.control.frontend_messages import CompletionTokens
-from lamina.control.logprobs import pack
+from lamina.control.packed_logprobs import pack
 from lamina.core.types import FinishReason, Logprob, Request, SamplingParams
 from lamina.engine.updates import Reading, RequestUpdate, TokenUpdate, Whole
 from lamina.models.directory import find

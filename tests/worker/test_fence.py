@@ -128,7 +128,7 @@ class Worker:
         """Read what has arrived, send what was kept, and tell of slots given back."""
         if self.fence.open:
             self.read()
-            self.links.hub.go_on()
+            self.links.hub.send_kept()
             self.links.hub.flush()
 
     def end_epoch(self, topology: Topology) -> None:
@@ -280,7 +280,7 @@ class Cluster:
             for worker in self.workers.values():
                 worker.links.hub.flush()
             for worker in self.workers.values():
-                worker.links.hub.go_on()
+                worker.links.hub.send_kept()
         return read
 
 

@@ -193,7 +193,7 @@ def test_a_third_worker_is_linked_while_two_exchange_messages(
             if credits := four.links["a"].hub.credits:
                 with contextlib.suppress(DeadlineError):
                     four.links["a"].close_unused_endpoints()(credits, 0.01)
-                four.links["a"].hub.go_on()
+                four.links["a"].hub.send_kept()
         if turn >= 10:
             c.begin(0, turn, 64).send_piece([bytes(64)])
         b.begin(0, turn, 6).send_piece([b"answer"])

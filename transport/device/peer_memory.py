@@ -31,7 +31,6 @@ class DeviceArena:
 
     @property
     def address(self) -> int:
-        """Device address of the first byte."""
         return int(self.bytes.data.ptr)
 
     def handle(self) -> bytes:
@@ -167,7 +166,6 @@ def _driver() -> ctypes.CDLL:
 
 
 def _check(result: int, call: str) -> None:
-    """Raise TransportError if a driver call failed."""
     if result:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(result, ctypes.byref(text))

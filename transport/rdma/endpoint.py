@@ -299,7 +299,6 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         return index
 
     def _reads(self) -> list[Events]:
-        """Return the event sources of reads in flight."""
         readers = [peer.reader for peer in self._peers.values() if peer.reader is not None]
         return [reader.events for reader in readers if reader.events is not None]
 

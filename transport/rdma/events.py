@@ -114,7 +114,6 @@ def sleep(sources: Iterable[Events], seconds: float) -> None:
 
 
 def _event_files() -> set[int]:
-    """Return this process's open files for events of RDMA devices."""
     found = set()
     for entry in os.listdir(OPEN_FILES):
         try:

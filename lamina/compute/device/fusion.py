@@ -33,7 +33,7 @@ class Fusion:
 
     def __init__(self, kit: Kit) -> None:
         self._kit = kit
-        self._path = tuning_cache.place("slices", kit.name, f"torch-{torch.__version__}")
+        self._path = tuning_cache.file_for("slices", kit.name, f"torch-{torch.__version__}")
         self._known = tuning_cache.load(self._path, dict[str, Seconds]) or {}
         self._fused: dict[Main, Main | None] = {}
         self._failed = set[Main]()

@@ -134,4 +134,4 @@ def _file(device: str) -> Path | None:
         compiler = f"triton-{metadata.version('triton')}"
     except metadata.PackageNotFoundError:
         compiler = "no-triton"
-    return tuning_cache.place("attention", device, compiler)
+    return tuning_cache.file_for("attention", device, compiler)

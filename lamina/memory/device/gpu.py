@@ -68,10 +68,10 @@ def backend(name: str) -> Backend:
 def polled_slots(name: str) -> PolledSlots:
     """Return the slots that GPU ``name`` polls by itself; for "emulated", threads stand in for its streams."""
     if name.partition(":")[0] == EMULATED:
-        from lamina.transport.device.threads import ThreadSlots
+        from lamina.transport.device.emulated_slots import ThreadSlots
 
         return ThreadSlots()
-    from lamina.transport.device.cuda import CudaSlots
+    from lamina.transport.device.cuda_slots import CudaSlots
 
     backend(name)  # makes the GPU the current device of this process
     return CudaSlots()

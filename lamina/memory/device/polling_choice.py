@@ -55,7 +55,7 @@ def polls(polling: Polling, backend: Backend, slots: Callable[[], PolledSlots]) 
         return polling == "device"
     if not backend.timed:
         return False
-    path = tuning_cache.place("polling", backend.name)
+    path = tuning_cache.file_for("polling", backend.name)
     found = tuning_cache.load(path, Trips)
     if found is None:
         try:

@@ -16,7 +16,7 @@ from lamina.splitter.split_model import Shard, cut
 GROUPS = (128, 64, 32)
 """Inputs that share a scale and a zero point in int4: the first of these that divides a matrix."""
 
-Weight = Union[Tensor, "Codes", "ExpertCodes", "StackedCodes", "Held"]
+Weight = Union[Tensor, "Codes", "ExpertCodes", "StackedCodes", "LibraryWeight"]
 """A weight as a device holds it."""
 
 _ELEMENTS_AT_ONCE = 1 << 24  # elements converted at a time, which bounds the temporary memory
@@ -93,7 +93,6 @@ class ExpertCodes:
         return ExpertCodes(tuple(self.each[expert].shard(of_each) for expert in here.tolist()))
 
     def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> "ExpertCodes":
-        """Return a copy with ``change`` applied to each tensor."""
         return ExpertCodes(tuple(one.replace_tensors(change) for one in self.each))
 
 
@@ -121,7 +120,6 @@ class StackedCodes:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All tensors."""
         return self.values, self.scales, self.zeros, self.order
 
     @classmethod
@@ -174,7 +172,7 @@ def _stacked(codes: Codes, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Held:
+class LibraryWeight:
     """A quantised weight in the private form of a library: a subclass of Tensor, wrapped so that ``isinstance``
     tells it from a plain tensor."""
 
@@ -343,7 +341,6 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def read_codes(packed: Packed, read: Read) -> Codes:
-    """Read the codes of a weight from a checkpoint."""
     outputs, inputs = packed.shape
     turned = packed.layout in (Layout.GPTQ, Layout.AWQ)
     values, zeros = _LAYOUTS[packed.layout](packed, read)

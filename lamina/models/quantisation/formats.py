@@ -214,7 +214,6 @@ def find_packed(tensors: Mapping[str, TensorEntry], known: Scheme) -> dict[str, 
 
 
 def part_names(packed: Mapping[str, Packed]) -> set[str]:
-    """Return the names of all tensors that ``packed`` refers to."""
     return {
         name for one in packed.values() for name in (one.codes, one.scales, one.zeros, one.groups) if name is not None
     }

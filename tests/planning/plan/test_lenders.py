@@ -8,7 +8,7 @@ import pytest
 from bench.cost import elastic, kv_parallel, pooled
 from bench.cost.lamina_paper import cost_model
 from bench.cost.pooled import OUTPUT, Lender, Pooled, Recall, enough, lengths, ranges
-from lamina.kv.policies import ByDebt, ByThroughput, Policy
+from lamina.kv.balancing import ByDebt, ByThroughput, Policy
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.simulate import Arrivals, Deployment, Result, State, System
 from lamina.planning.simulate.baseline_instance import BLOCK, Batch, Chunk, Running

@@ -1,11 +1,11 @@
-"""Policies that balance memory workers: what they may never wish for, and what they do in cases worked out by hand."""
+"""Balancing policies: proposals that must never occur, and cases worked out by hand."""
 
 import random
 
 import pytest
 
 from lamina.core.types import Balance
-from lamina.kv.policies import (
+from lamina.kv.balancing import (
     LEAST,
     LENT_AT_MOST,
     POLICIES,
@@ -14,10 +14,10 @@ from lamina.kv.policies import (
     ByBandwidth,
     ByDebt,
     ByThroughput,
-    Held,
+    HeldTokens,
     Load,
+    Proposal,
     View,
-    Wish,
 )
 
 
@@ -25,7 +25,7 @@ def pool(draw: random.Random) -> View:
     """Requests whose tokens are spread over workers of different speeds, at random."""
     names = [f"memory{number}" for number in range(draw.randint(1, 6))]
     held = [
-        Held(str(request), worker, home, draw.randint(1, 3000), readers)
+        HeldTokens(str(request), worker, home, draw.randint(1, 3000), readers)
         for request in range(draw.randint(0, 12))
         for home, readers in [(draw.choice(names), draw.choice([1, 1, 2, 4]))]
         for worker in draw.sample(names, draw.randint(1, len(names)))
@@ -40,21 +40,23 @@ def pool(draw: random.Random) -> View:
     return View(loads, held, lambda rows: 100.0 + rows)
 
 
-def made(view: View, wishes: list[Wish]) -> View:
-    """The view once all wishes have been granted, each by its first target; none may take what is not there."""
+def made(view: View, proposals: list[Proposal]) -> View:
+    """The view once all proposals have been granted, each by its first target; none may take what is not there."""
     tokens = {(one.request, one.worker): one for one in view.held}
     free = {worker: load.free for worker, load in view.loads.items()}
-    for wish in wishes:
-        one = tokens[wish.request, wish.source]
-        assert 0 < wish.tokens <= one.tokens and wish.source not in wish.targets
-        target = wish.targets[0]
-        free[target] -= wish.tokens
-        there = tokens.get((wish.request, target))
-        tokens[wish.request, wish.source] = Held(
-            one.request, one.worker, one.home, one.tokens - wish.tokens, one.readers
+    for proposal in proposals:
+        one = tokens[proposal.request, proposal.source]
+        assert 0 < proposal.tokens <= one.tokens and proposal.source not in proposal.targets
+        target = proposal.targets[0]
+        free[target] -= proposal.tokens
+        there = tokens.get((proposal.request, target))
+        tokens[proposal.request, proposal.source] = HeldTokens(
+            one.request, one.worker, one.home, one.tokens - proposal.tokens, one.readers
         )
         before = 0 if there is None else there.tokens
-        tokens[wish.request, target] = Held(one.request, target, one.home, before + wish.tokens, one.readers)
+        tokens[proposal.request, target] = HeldTokens(
+            one.request, target, one.home, before + proposal.tokens, one.readers
+        )
     assert min(free.values(), default=0) >= 0, "more is to come than fits"
     held = [one for one in tokens.values() if one.tokens]
     loads = {
@@ -71,28 +73,28 @@ def made(view: View, wishes: list[Wish]) -> View:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_no_policy_wishes_for_more_than_there_is(name: Balance) -> None:
-    """Every token keeps an owner: what a wish takes, it gives; targets have room for all wishes of a look together."""
-    wished = 0
+def test_no_policy_proposes_more_tokens_than_there_are(name: Balance) -> None:
+    """Every token keeps an owner, and targets have slots for all proposals of a view together."""
+    proposed = 0
     for seed in range(300):
         view, policy = pool(random.Random(seed)), POLICIES[name]()
         for _ in range(4):
-            wishes = policy.wishes(view)
+            proposals = policy.propose(view)
             total = sum(one.tokens for one in view.held)
-            view = made(view, wishes)
+            view = made(view, proposals)
             assert sum(one.tokens for one in view.held) == total
-            wished += len(wishes)
-    assert wished > 30
+            proposed += len(proposals)
+    assert proposed > 30
 
 
 def test_bandwidth_evens_out_the_time_to_read_not_the_tokens() -> None:
     """A worker twice as slow gets half as many."""
     view = View(
         {"slow": Load(10000, 4000, 1, 6000, 2.0), "fast": Load(10000, 10000, 0, 0, 1.0)},
-        [Held("long", "slow", "slow", 6000)],
+        [HeldTokens("long", "slow", "slow", 6000)],
     )
-    assert ByBandwidth().wishes(view) == [Wish("long", "slow", ("fast",), 4000)]
-    after = made(view, ByBandwidth().wishes(view))
+    assert ByBandwidth().propose(view) == [Proposal("long", "slow", ("fast",), 4000)]
+    after = made(view, ByBandwidth().propose(view))
     assert after.loads["slow"].seconds == after.loads["fast"].seconds == 4000
 
 
@@ -100,10 +102,10 @@ def test_bandwidth_leaves_no_worker_slower_than_another_that_has_room() -> None:
     for seed in range(100):
         view = pool(random.Random(seed))
         for _ in range(60):
-            if not (wishes := ByBandwidth().wishes(view)):
+            if not (proposals := ByBandwidth().propose(view)):
                 break
             worst = max(load.seconds for load in view.loads.values())
-            view = made(view, wishes)
+            view = made(view, proposals)
             assert max(load.seconds for load in view.loads.values()) <= worst
         slowest = max(view.loads, key=lambda one: view.loads[one].seconds)
         movable = [one for one in view.held if one.worker == slowest and one.tokens >= LEAST * 8]
@@ -118,7 +120,7 @@ def test_throughput_is_the_best_of_all_numbers_of_blocks() -> None:
     """Against the sum of both workers' tokens a second, for every number."""
     view = View(
         {"debtor": Load(8000, 0, 1, 8000, 0.01), "creditor": Load(8000, 6000, 8, 2000, 0.01)},
-        [Held("long", "debtor", "debtor", 7900)],
+        [HeldTokens("long", "debtor", "debtor", 7900)],
         lambda rows: 40.0 + rows,
     )
 
@@ -128,32 +130,34 @@ def test_throughput_is_the_best_of_all_numbers_of_blocks() -> None:
         return grown / debtor_s + 8 / (40 + 8 + (2000 + count) * 0.01)
 
     best = max(range(0, 6001, LEAST), key=rate)
-    wishes = ByThroughput().wishes(view)
-    assert [wish.tokens for wish in wishes] == ([best] if best else [])
+    proposals = ByThroughput().propose(view)
+    assert [proposal.tokens for proposal in proposals] == ([best] if best else [])
 
 
 def test_a_worker_that_runs_short_borrows_of_three_others_within_their_caps_in_the_order_of_arrival() -> None:
     loads = {f"memory{number}": Load(1000, free, 2, 500) for number, free in enumerate((20, 900, 800, 700, 600, 50))}
-    held = [Held("a", "memory0", "memory0", 900), Held("b", "memory5", "memory5", 800)]
+    held = [HeldTokens("a", "memory0", "memory0", 900), HeldTokens("b", "memory5", "memory5", 800)]
     policy = ByDebt()
-    first = policy.wishes(View(loads, held))
-    assert first[0] == Wish("a", "memory0", ("memory1", "memory2", "memory3"), int(2 * SHORT * 1000) - 20)
-    assert [wish.request for wish in first] == ["a", "b"]
-    lent = [*held, *(Held("c", worker, "memory0", int(LENT_AT_MOST * 1000)) for worker in ("memory1", "memory2"))]
-    assert policy.wishes(View(loads, lent))[0].targets == ("memory3", "memory4"), "the others have lent all they may"
+    first = policy.propose(View(loads, held))
+    assert first[0] == Proposal("a", "memory0", ("memory1", "memory2", "memory3"), int(2 * SHORT * 1000) - 20)
+    assert [proposal.request for proposal in first] == ["a", "b"]
+    lent = [*held, *(HeldTokens("c", worker, "memory0", int(LENT_AT_MOST * 1000)) for worker in ("memory1", "memory2"))]
+    assert policy.propose(View(loads, lent))[0].targets == ("memory3", "memory4"), "the others have lent all they may"
     swapped = {**loads, "memory0": Load(1000, 500, 2, 500)}
-    policy.wishes(View(swapped, held))
-    again = policy.wishes(View(loads, held))
-    assert [wish.request for wish in again] == ["b", "a"], "it has run short later"
+    policy.propose(View(swapped, held))
+    again = policy.propose(View(loads, held))
+    assert [proposal.request for proposal in again] == ["b", "a"], "it has run short later"
 
 
 def test_debts_in_a_cycle_are_cleared() -> None:
     """Each of three workers has lent to the next: all go home, and nothing is owed any more."""
     names = ["memory0", "memory1", "memory2"]
-    held = [Held(str(number), names[(number + 1) % 3], home, 200 + 50 * number) for number, home in enumerate(names)]
+    held = [
+        HeldTokens(str(number), names[(number + 1) % 3], home, 200 + 50 * number) for number, home in enumerate(names)
+    ]
     view = View({name: Load(1000, 600, 1, 300) for name in names}, held)
-    wishes = ByDebt().wishes(view)
-    assert {(wish.request, wish.targets) for wish in wishes} == {(str(n), (home,)) for n, home in enumerate(names)}
-    assert {wish.tokens for wish in wishes} == {200}, "the least of the debts"
-    after = ByDebt.debts(made(view, wishes))
-    assert sorted(after.values()) == [50, 100] and not [one for one in ByDebt().wishes(made(view, wishes))]
+    proposals = ByDebt().propose(view)
+    assert {(one.request, one.targets) for one in proposals} == {(str(n), (home,)) for n, home in enumerate(names)}
+    assert {one.tokens for one in proposals} == {200}, "the least of the debts"
+    after = ByDebt.debts(made(view, proposals))
+    assert sorted(after.values()) == [50, 100] and not [one for one in ByDebt().propose(made(view, proposals))]

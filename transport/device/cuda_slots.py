@@ -8,10 +8,10 @@ import numpy as np
 from lamina._native import Arena as NativeArena
 from lamina.core.errors import TransportError
 from lamina.transport.arena import Pages
+from lamina.transport.device.emulated_slots import expired
 from lamina.transport.device.peer_memory import uses_host_addresses
 from lamina.transport.device.polling import Polling, kernel
 from lamina.transport.device.slots import CREDIT_WORD, RECORD, SILENCE_S, Incoming, Outgoing, Records
-from lamina.transport.device.threads import expired
 
 THREADS, BLOCKS = 256, 32  # of copies: messages in slots have some MiB at most
 REGISTERED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
@@ -56,8 +56,6 @@ class CudaSlots:
 
 
 class CudaStream:
-    """A ``SlotStream``."""
-
     def __init__(self, records: int) -> None:
         import cupy
 

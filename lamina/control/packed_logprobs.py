@@ -55,6 +55,5 @@ def drawn_logprob(packed: bytes) -> float:
 
 
 def drawn_token(packed: bytes) -> int:
-    """Return the id of the drawn token."""
     token: int = struct.unpack_from("<i", packed, 4)[0]
     return token

@@ -26,7 +26,7 @@ class Load:
         sequences: Sequences whose new tokens are stored here.
         reads: Tokens of KV read in one step of each lane.
         token_s: Measured time to read a token, in seconds; only ratios matter to most policies.
-        takes: Whether KV may move here; False while the worker is leaving.
+        accepts: Whether KV may move here; False while the worker is leaving.
     """
 
     capacity: int
@@ -34,7 +34,7 @@ class Load:
     sequences: int
     reads: int
     token_s: float = 1.0
-    takes: bool = True
+    accepts: bool = True
 
     @property
     def seconds(self) -> float:
@@ -43,7 +43,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTokens:
     """Written tokens of a request on one worker.
 
     Attributes:
@@ -65,12 +65,12 @@ class View:
     """State of the memory pool. ``dense_s``: Seconds of a step without attention, as a function of its rows."""
 
     loads: Mapping[str, Load]
-    held: Sequence[Held]
+    held: Sequence[HeldTokens]
     dense_s: Callable[[float], float] = field(default=lambda rows: 1.0)
 
 
 @dataclass(frozen=True)
-class Wish:
+class Proposal:
     """A proposal to move ``tokens`` of a request from ``source`` to the first of ``targets`` that accepts them."""
 
     request: str
@@ -93,26 +93,26 @@ def policy_for(balance: Balance, topology: Topology, partition: Partition) -> Ba
 class Policy(Protocol):
     """Proposes moves of KV."""
 
-    def wishes(self, view: View) -> list[Wish]:
+    def propose(self, view: View) -> list[Proposal]:
         """Return proposed moves, most useful first. They do not exceed free slots of targets and tokens of sources."""
         ...
 
 
 LEAST = 64  # tokens of the smallest move
 UNEVEN = 1.1  # ratio of the slowest to the fastest worker's time above which KV moves
-MOST_WISHES = 8  # proposals per view; loads change while KV moves
+MOST_PROPOSALS = 8  # proposals per view; loads change while KV moves
 
 
 class ByBandwidth:
     """Moves tokens from the worker that takes longest to read its KV to the one that takes least."""
 
-    def wishes(self, view: View) -> list[Wish]:
+    def propose(self, view: View) -> list[Proposal]:
         seconds = {worker: load.seconds for worker, load in view.loads.items()}
-        free = {worker: load.free for worker, load in view.loads.items() if load.takes}
+        free = {worker: load.free for worker, load in view.loads.items() if load.accepts}
         left = {(one.request, one.worker): one for one in view.held}
         tokens = {key: one.tokens for key, one in left.items()}
-        wishes: list[Wish] = []
-        while free and len(wishes) < MOST_WISHES:
+        proposals: list[Proposal] = []
+        while free and len(proposals) < MOST_PROPOSALS:
             source = max(seconds, key=lambda worker: seconds[worker])
             target = min(free, key=lambda worker: seconds[worker])
             here, there = view.loads[source].token_s, view.loads[target].token_s
@@ -125,12 +125,12 @@ class ByBandwidth:
             if count < LEAST:
                 del free[target]
                 continue
-            wishes.append(Wish(largest.request, source, (target,), count))
+            proposals.append(Proposal(largest.request, source, (target,), count))
             seconds[source] -= count * largest.readers * here
             seconds[target] += count * largest.readers * there
             tokens[largest.request, source] -= count
             free[target] -= count
-        return wishes
+        return proposals
 
 
 FEW_SEQUENCES = 0.75  # workers with less than this share of the mean number borrow (the paper's batch threshold)
@@ -146,13 +146,13 @@ class ByThroughput:
     more sequences of its mean length.
     """
 
-    def wishes(self, view: View) -> list[Wish]:
+    def propose(self, view: View) -> list[Proposal]:
         loads = view.loads
         mean = sum(load.sequences for load in loads.values()) / max(len(loads), 1)
         debtors = [one for one, load in loads.items() if load.sequences <= FEW_SEQUENCES * mean]
         lent = dict.fromkeys(loads, 0)
-        lenders = [one for one, load in loads.items() if load.takes and load.free > (1 - LITTLE_USED) * load.capacity]
-        wishes: list[Wish] = []
+        lenders = [one for one, load in loads.items() if load.accepts and load.free > (1 - LITTLE_USED) * load.capacity]
+        proposals: list[Proposal] = []
         for debtor in sorted(debtors, key=lambda one: loads[one].sequences):
             own = [one for one in view.held if one.worker == debtor]
             if not own:
@@ -166,10 +166,10 @@ class ByThroughput:
                 best = max(counts, key=lambda count: self._rate(view, debtor, creditor, moved, lent[creditor], count))
                 if best <= 0:
                     break
-                wishes.append(Wish(longest.request, debtor, (creditor,), best))
+                proposals.append(Proposal(longest.request, debtor, (creditor,), best))
                 moved += best
                 lent[creditor] += best
-        return wishes[:MOST_WISHES]
+        return proposals[:MOST_PROPOSALS]
 
     @staticmethod
     def _rate(view: View, debtor: str, creditor: str, before: int, lent: int, count: int) -> float:
@@ -202,11 +202,11 @@ class ByDebt:
     def __init__(self) -> None:
         self._short: dict[str, None] = {}  # workers short of slots, oldest first: they borrow in this order
 
-    def wishes(self, view: View) -> list[Wish]:
+    def propose(self, view: View) -> list[Proposal]:
         short = {one: None for one, load in view.loads.items() if load.free < SHORT * load.capacity}
         self._short = {one: None for one in self._short if one in short} | short
         free = {one: load.free for one, load in view.loads.items()}
-        return [*self._clear_cycles(view, free), *self._borrow(view, free)][:MOST_WISHES]
+        return [*self._clear_cycles(view, free), *self._borrow(view, free)][:MOST_PROPOSALS]
 
     @staticmethod
     def debts(view: View) -> dict[tuple[str, str], int]:
@@ -217,18 +217,18 @@ class ByDebt:
                 debts[one.home, one.worker] = debts.get((one.home, one.worker), 0) + one.tokens
         return debts
 
-    def _borrow(self, view: View, free: dict[str, int]) -> list[Wish]:
+    def _borrow(self, view: View, free: dict[str, int]) -> list[Proposal]:
         lent = dict.fromkeys(view.loads, 0)
         for (_, creditor), tokens in self.debts(view).items():
             lent[creditor] = lent.get(creditor, 0) + tokens
-        wishes: list[Wish] = []
+        proposals: list[Proposal] = []
         for debtor in self._short:
             load = view.loads[debtor]
             own = [one for one in view.held if one.worker == debtor == one.home and one.tokens >= LEAST]
             allowed = {
                 one: min(free[one] - int(SHORT * other.capacity), int(LENT_AT_MOST * other.capacity) - lent[one])
                 for one, other in view.loads.items()
-                if one != debtor and one not in self._short and other.takes
+                if one != debtor and one not in self._short and other.accepts
             }
             creditors = sorted((one for one in allowed if allowed[one] >= LEAST), key=lambda one: -allowed[one])
             if not own or not creditors:
@@ -238,29 +238,29 @@ class ByDebt:
             proposed = tuple(creditors[:CREDITORS])
             count = min(wanted, longest.tokens, *(allowed[one] for one in proposed))
             if count >= LEAST:
-                wishes.append(Wish(longest.request, debtor, proposed, count))
+                proposals.append(Proposal(longest.request, debtor, proposed, count))
                 for one in proposed:  # any of them may accept
                     free[one] -= count
                     lent[one] += count
-        return wishes
+        return proposals
 
-    def _clear_cycles(self, view: View, free: dict[str, int]) -> list[Wish]:
+    def _clear_cycles(self, view: View, free: dict[str, int]) -> list[Proposal]:
         """Return moves of tokens back home along cycles of debt: each worker in a cycle gets slots back."""
         import networkx  # slow to import; only this policy needs it
 
         debts = networkx.DiGraph()
         debts.add_weighted_edges_from((one, other, tokens) for (one, other), tokens in self.debts(view).items())
-        wishes: list[Wish] = []
+        proposals: list[Proposal] = []
         used = set[tuple[str, str]]()
         while True:
             try:
                 cycle = [(one, other) for one, other, *_ in networkx.find_cycle(debts)]
             except networkx.NetworkXNoCycle:
-                return wishes
+                return proposals
             least = min(debts.edges[edge]["weight"] for edge in cycle)
             if least >= LEAST_SWAP and all(free.get(debtor, 0) >= LEAST_SWAP for debtor, _ in cycle):
                 for debtor, creditor in cycle:
-                    wishes += self._repay(view, debtor, creditor, min(least, free[debtor]), used)
+                    proposals += self._repay(view, debtor, creditor, min(least, free[debtor]), used)
                     free[debtor] -= min(least, free[debtor])
             debts.remove_edges_from(
                 [edge for edge in cycle if debts.edges[edge]["weight"] <= max(least, LEAST_SWAP)] or cycle
@@ -270,18 +270,18 @@ class ByDebt:
                     debts.edges[edge]["weight"] -= least
 
     @staticmethod
-    def _repay(view: View, debtor: str, creditor: str, tokens: int, used: set[tuple[str, str]]) -> list[Wish]:
+    def _repay(view: View, debtor: str, creditor: str, tokens: int, used: set[tuple[str, str]]) -> list[Proposal]:
         """Return moves of up to ``tokens`` tokens of the debtor's requests from ``creditor`` back to the debtor.
 
         ``used``: Pairs of request and creditor that a move names already; extended.
         """
-        wishes = []
+        proposals = []
         for one in view.held:
             if one.home == debtor and one.worker == creditor and tokens > 0 and (one.request, creditor) not in used:
                 used.add((one.request, creditor))
-                wishes.append(Wish(one.request, creditor, (debtor,), min(tokens, one.tokens)))
+                proposals.append(Proposal(one.request, creditor, (debtor,), min(tokens, one.tokens)))
                 tokens -= one.tokens
-        return wishes
+        return proposals
 
 
 POLICIES: Mapping[Balance, Callable[[], Policy]] = {
