@@ -91,6 +91,10 @@ class Running:
         stamps = [list(times) for times in self._times]
         return [(two - one) * 1e3 for times in stamps for one, two in itertools.pairwise(times) if begin <= two <= end]
 
+    def steps(self, begin: float, end: float) -> int:
+        """Return the most tokens that one request got after ``begin``, until ``end``."""
+        return max(sum(begin < one <= end for one in list(times)) for times in list(self._times))
+
     def close(self) -> None:
         self._closed = True
         _wait(lambda: self._engine.stats().running == 0)

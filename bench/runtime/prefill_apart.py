@@ -12,7 +12,7 @@ requests that decode alone, the second one that beside the prompt; the last colu
 Then, in an engine of its own, a worker that decodes gets the role prefill and back while requests decode. ``change``
 is the time until all workers have their roles, ``longest gap`` the longest time between two tokens of any request
 meanwhile. ``handover`` is the time from a request's first token, drawn where its prompt ran, to its second one, drawn
-where it decodes; all three also in steps, the median time between tokens of the running requests.
+where it decodes, and the steps are those that the other requests ran meanwhile: 1 if it missed none.
 
 Every way runs in turn, ``--rounds`` times, in an engine of its own; figures are medians.
 """
@@ -62,7 +62,8 @@ class Figures:
 
 @dataclass(frozen=True)
 class Changes:
-    """Milliseconds of a step, of role changes, of the longest gap meanwhile, and from the first token to the second."""
+    """Milliseconds of a step, of role changes, of the longest gap meanwhile, and from the first token to the second;
+    steps of others between these two."""
 
     step: float
     to_prefill: float
@@ -70,6 +71,7 @@ class Changes:
     longest_gap: float
     handover_p50: float
     handover_p99: float
+    handover_steps: float
 
 
 def settings(way: str, cores: list[int]) -> dict[str, Any]:
@@ -164,7 +166,8 @@ def _beside(
         requests.close()
     finally:
         engine.close()
-    return Figures(*np.percentile(alone, (99,)), *np.percentile(beside, (50, 99)), first - arrived)
+    beside_p50, beside_p99 = np.percentile(beside, (50, 99)).tolist()
+    return Figures(float(np.percentile(alone, 99)), beside_p50, beside_p99, first - arrived)
 
 
 def changed(model: Path, args: argparse.Namespace, cores: list[int]) -> Changes:
@@ -181,8 +184,9 @@ def changed(model: Path, args: argparse.Namespace, cores: list[int]) -> Changes:
         requests.close()
     finally:
         engine.close()
-    handovers = np.percentile(pauses, (50, 99)).tolist()
-    return Changes(step, to_prefill, to_decode, max(gap, other), *handovers)
+    p50, p99 = np.percentile([ms for ms, _ in pauses], (50, 99)).tolist()
+    steps = statistics.median(steps for _, steps in pauses)
+    return Changes(step, to_prefill, to_decode, max(gap, other), p50, p99, steps)
 
 
 def _timed(engine: Engine, requests: Running, **change: int) -> tuple[float, float]:
@@ -194,8 +198,8 @@ def _timed(engine: Engine, requests: Running, **change: int) -> tuple[float, flo
     return 1e3 * seconds, max(requests.gaps(begun, time.monotonic()))
 
 
-def _pause(engine: Engine, number: int, requests: Running) -> float:
-    """Return milliseconds from the first token of a new request to its second."""
+def _pause(engine: Engine, number: int, requests: Running) -> tuple[float, int]:
+    """Return milliseconds from the first token of a new request to its second, and steps of the others meanwhile."""
     times: list[float] = []
     ended = threading.Event()
 
@@ -210,7 +214,7 @@ def _pause(engine: Engine, number: int, requests: Running) -> float:
     engine.submit(f"handed over {number}", prompt, params, on_update)
     if not ended.wait(TIMEOUT_S):
         raise SystemExit(f"error: a request has not ended within {TIMEOUT_S:.0f} s")
-    return 1e3 * (times[1] - times[0])
+    return 1e3 * (times[1] - times[0]), requests.steps(times[0], times[1])
 
 
 def _median(runs: list[Any]) -> Any:
@@ -228,10 +232,8 @@ def _print(ways: dict[str, Figures], changes: Changes) -> None:
         table.add_row(way, *(f"{value:.1f}" for value in times), f"{one.ttft_s:.1f}", f"{ratio:.2f}")
     console.print(table)
     console.print(f"p99 beside a prompt, apart over control: {ways[APART].beside_p99 / ways[CONTROL].beside_p99:.2f}")
-    table = Table("", "ms", "steps")
     for name, value in asdict(changes).items():
-        table.add_row(name.replace("_", " "), f"{value:.1f}", f"{value / changes.step:.1f}")
-    console.print(table)
+        console.print(f"{name.replace('_', ' ')}: {value:.1f}{'' if name.endswith('steps') else ' ms'}")
 
 
 def main() -> None:

@@ -45,6 +45,8 @@ def test_scale_asks_the_engine_and_names_the_workers(
     scale(memory="rtx3090:+2", compute="-1", url=server.url)
     assert asked == [{"memory": "rtx3090:+2", "compute": "-1"}]
     assert capsys.readouterr().out == "done: memoryrtx3090:+2, compute-1\n"
+    scale(prefill="+1", compute="-1", url=server.url)
+    assert asked[1:] == [{"prefill": "+1", "compute": "-1"}]
 
 
 @pytest.mark.parametrize(
