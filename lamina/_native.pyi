@@ -264,6 +264,11 @@ def linear_available() -> bool:
     Whether linear() has kernels for this processor: AVX-512 with bfloat16 pairs, or AVX2.
     """
 
+def linear_takes_byte_rows() -> bool:
+    """
+    Whether linear() has kernels for this processor that round x to 8 bits: AVX-512 with VNNI.
+    """
+
 def linear_packed_pairs(outputs: int, inputs: int) -> int:
     """
     Pairs of bfloat16, of 4 bytes each, in a packed weight [outputs, inputs]. inputs is even.
@@ -293,6 +298,7 @@ def linear(
     group: int = 0,
     scales: int = 0,
     zeros: int = 0,
+    x_group: int = 0,
     path: AttentionPath | None = None,
 ) -> None:
     """
@@ -300,8 +306,9 @@ def linear(
 
     Tensors are given by address and not checked: x [rows, inputs] with a row stride in elements, bias [outputs] or 0,
     out [rows, outputs] contiguous. packed: pairs, or codes of 8 or 4 ``bits`` with scales and zeros (0: none) of
-    groups, see linear.h. path: an AttentionPath with kernels of linear layers, AVX2 or AVX512_BF16, by default the
-    widest of this processor. Releases the GIL.
+    groups, see linear.h. x_group: inputs of x that share a scale if x is rounded to 8 bits, or 0. path: an
+    AttentionPath with kernels of linear layers, AVX2 or AVX512_BF16, by default the widest of this processor.
+    Releases the GIL.
     """
 
 class Program:
@@ -322,7 +329,9 @@ class Program:
         self,
         x: tuple[int, int],
         inputs: int,
-        products: Sequence[tuple[int, int, tuple[int, int], int, tuple[int, int, int, int]]],
+        products: Sequence[
+            tuple[int, int, tuple[int, int], int, tuple[int, int, int, int] | tuple[int, int, int, int, int]]
+        ],
     ) -> None:
         """
         Linear layers of one x, each given as (packed weight, bias or 0, out, outputs, codes).

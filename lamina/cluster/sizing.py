@@ -273,6 +273,7 @@ def cluster_plan(
         local,
         sequences=bounds.max_sequences,
         quantization=config.quantization,
+        activation_dtype=config.activation_dtype,
         gpu_share=config.gpu_memory_utilization,
     )
     return ClusterPlan(config, kinds, greetings, machines, setup, bounds, order, is_open)

@@ -70,7 +70,9 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
             form,
         )
         weights_held = _describe_weights(place, loaded, setup.quantization, prepared)
-        runner = device.runner(part, loaded, ranks.reduce if setup.ranks > 1 else None)
+        if setup.activation_dtype != "auto":
+            weights_held += f", activations in {setup.activation_dtype}"
+        runner = device.runner(part, loaded, ranks.reduce if setup.ranks > 1 else None, setup.activation_dtype)
         draws, own = min(setup.rows, setup.sequences), shards.of_rank(setup.ranks).count
         runner.reserve(setup.rows, draws, own)
     except (MemoryError, RuntimeError) as error:

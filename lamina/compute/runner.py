@@ -11,7 +11,7 @@ from lamina.compute.device.base import Array, Partial
 from lamina.compute.device.exchanged_rows import Moves
 from lamina.compute.device.native import NativeTransfers
 from lamina.compute.rows import Rows, pad
-from lamina.core.types import AttentionSpec, DType
+from lamina.core.types import ActivationDType, AttentionSpec, DType
 from lamina.kernels.attention import partial
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel
@@ -57,14 +57,21 @@ class NativeRunner:
 class SliceRunner(NativeRunner):
     """A lowered model, or a stage of one, with its weights. Runs one slice at a time, without its attention."""
 
-    def __init__(self, model: LoweredModel, tensors: Mapping[str, Weight], reduce: Reduce | None = None) -> None:
-        """``tensors`` holds the model's weights by name, but not its constants. ``reduce``: see ``Device.runner``."""
+    def __init__(
+        self,
+        model: LoweredModel,
+        tensors: Mapping[str, Weight],
+        reduce: Reduce | None = None,
+        activations: ActivationDType = "auto",
+    ) -> None:
+        """``tensors`` holds the model's weights by name, but not its constants. For the others, see
+        ``Device.runner``."""
         super().__init__(model.dtype)
         self.attentions: tuple[AttentionSpec, ...] = model.attentions
         self.contexts = model.contexts
         self.sinks = [None if name is None else plain(tensors[name]).float().numpy() for name in model.sinks]
         self.slices = model.slices
-        self._slices = dict(zip(model.slices, model.with_weights(tensors, reduce), strict=True))
+        self._slices = dict(zip(model.slices, model.with_weights(tensors, reduce, activations), strict=True))
 
     def reserve(self, rows: int, draws: int, shards: int) -> None:
         """Do nothing: the system allocates memory when it is first written."""

@@ -12,6 +12,7 @@ from typing import Annotated
 from lamina.config.settings import Meaning, settings
 from lamina.core.errors import ConfigError
 from lamina.core.types import (
+    ActivationDType,
     Balance,
     DType,
     DTypeName,
@@ -108,6 +109,15 @@ class EngineConfig:
             common=True,
         ),
     ] = "none"
+    activation_dtype: Annotated[
+        ActivationDType,
+        Meaning(
+            "Element type of the inputs of linear layers whose weights are held as int8 or int4. auto is dtype. int8 "
+            "rounds them to one byte with a scale per token and 128 inputs or fewer, which makes prompts and large "
+            "batches faster and logits less exact. Needs CPUs with AVX-512 and VNNI.",
+            group="Model",
+        ),
+    ] = "auto"
     kv_cache_dtype: Annotated[
         KvCacheDType,
         Meaning(

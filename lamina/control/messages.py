@@ -7,7 +7,17 @@ from lamina.control.timeline import Span
 from lamina.core.pipeline import Pipeline
 from lamina.core.steps import StepPlan
 from lamina.core.topology import FIRST, Epoch, Topology
-from lamina.core.types import AttentionSpec, DType, KvCacheDType, LoadFormat, Overlap, Polling, Quantization
+from lamina.core.types import (
+    ActivationDType,
+    AttentionSpec,
+    DType,
+    KvCacheDType,
+    LoadFormat,
+    Overlap,
+    Polling,
+    Quantization,
+    Segment,
+)
 from lamina.dataplane.leases import ArenaPlan, Lease
 from lamina.dataplane.transport_choice import Offer, Transport
 
@@ -27,6 +37,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
             ``FileStore``).
         stage: which of ``stages`` parts of the slices to load.
         quantization: type to which the weights of linear layers are quantised.
+        activation_dtype: element type of the inputs of linear layers whose weights are held as codes.
         gpu_share: share of a GPU's memory that all its processes together may use.
     """
 
@@ -49,6 +60,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     stage: int = 0
     stages: int = 1
     quantization: Quantization = "none"
+    activation_dtype: ActivationDType = "auto"
     gpu_share: float = 1.0
 
 
@@ -191,6 +203,42 @@ class EndEpoch(msgspec.Struct, tag=True, frozen=True):
 
     topology: Topology
     kept: dict[int, int] = {}
+
+
+class Recall(msgspec.Struct, tag=True, frozen=True):
+    """Engine to worker: the engine before has ended; report what is here of its requests. Answered by Recalled.
+
+    The worker runs none of that engine's steps any more, but for ranks that cannot leave a sum: they answer once they
+    have run all that they have. ``EndEpoch`` follows.
+    """
+
+
+class Computed(msgspec.Struct, array_like=True, frozen=True):
+    """Completed steps have computed the first ``tokens`` tokens of a sequence, whose KV is where ``segments`` say.
+
+    Attributes:
+        request: The request's id.
+        index: The completion within the request.
+    """
+
+    request: str
+    index: int
+    sequence: int
+    tokens: int
+    segments: list[Segment]
+
+
+class Recalled(msgspec.Struct, tag=True, frozen=True):
+    """Worker to engine: the answer to Recall.
+
+    Attributes:
+        computed: Sequences whose last slices have run on this compute worker.
+        held: Sequences with KV in this worker's slab: of each segment, its first token, its heads [first, stop), and
+            how many tokens have slots.
+    """
+
+    computed: list[Computed] = []
+    held: dict[int, list[tuple[int, int, int, int]]] = {}
 
 
 class Change(msgspec.Struct, tag=True, frozen=True):
@@ -479,6 +527,7 @@ ToWorker = (
     | Step
     | Release
     | EndEpoch
+    | Recall
     | Change
     | Forget
     | Observe
@@ -500,6 +549,7 @@ ToEngine = (
     | Migrated
     | Stored
     | EpochEnded
+    | Recalled
     | Changed
     | PeerLost
     | Observed

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from lamina import _native
+from lamina.core.types import ActivationDType
 from lamina.kernels.host_memory import allocate
 from lamina.lowering.expert_operators import is_grouped
 from lamina.lowering.native_operators import evenly_spaced_rows, linear_native, linear_onednn
@@ -34,6 +35,8 @@ _BATCHED = torch.ops.aten.bmm.default  # each expert takes all rows of a batch: 
 _TURNS = "transpose", torch.ops.aten.transpose.int  # on a CPU, and on a GPU
 _PANEL = 32  # outputs
 _LEAST_GROUP = 16
+_QUAD = 4  # inputs that an instruction for codes of 8 bits multiplies at once
+_MOST_X_GROUP = 128
 _MIDDLE = 8.0  # of codes of 4 bits: their zero point if there are no others
 
 
@@ -44,6 +47,7 @@ class PackedCodes:
     Attributes:
         values: uint8, codes in the order in which they are read.
         scales, zeros: float32 [panels, groups, 32].
+        x_group: inputs of x that share a scale if x is rounded to 8 bits; 0 if it stays bfloat16.
     """
 
     outputs: int
@@ -52,6 +56,7 @@ class PackedCodes:
     values: Tensor
     scales: Tensor
     zeros: Tensor | None
+    x_group: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -76,14 +81,27 @@ def can_pack(codes: Codes) -> bool:
     return codes.values.dtype in (torch.int8, torch.uint8) and codes.group >= _LEAST_GROUP
 
 
-def pack_experts(codes: ExpertCodes) -> PackedExperts:
+def pack_experts(codes: ExpertCodes, activations: ActivationDType = "auto") -> PackedExperts:
     """Return the form that ``linear_experts`` takes; the original can then be freed."""
-    return PackedExperts(tuple(map(pack_codes, codes.each)))
+    return PackedExperts(tuple(pack_codes(one, activations) for one in codes.each))
 
 
-def pack_codes(codes: Codes) -> PackedCodes:
-    """Return the form that ``linear_codes`` takes; the original can then be freed."""
-    outputs, inputs = codes.values.shape
+def x_group(codes: Codes) -> int:
+    """Return how many inputs of x share a scale if x is rounded to 8 bits; 0 if no such runs fit the weight's groups.
+
+    That is the largest divisor of the weight's group that is a multiple of 4 from 16 to 128.
+    """
+    sizes = range(_MOST_X_GROUP, _LEAST_GROUP - 1, -_QUAD)
+    return next((size for size in sizes if codes.group % size == 0), 0)
+
+
+def pack_codes(codes: Codes, activations: ActivationDType = "auto") -> PackedCodes:
+    """Return the form that ``linear_codes`` takes; the original can then be freed.
+
+    activations: "int8" rounds x to 8 bits in every product with this weight, if its groups permit (``x_group``).
+    """
+    outputs = len(codes.values)
+    quads = x_group(codes) if activations == "int8" else 0
     group, bits = codes.group, codes.bits
     # The product takes codes of 8 bits as signed ones, and those of 4 bits as 0 to 15.
     shift = 128 * (codes.values.dtype == torch.uint8) if bits == 8 else -8 * (codes.values.dtype == torch.int8)
@@ -95,14 +113,19 @@ def pack_codes(codes: Codes) -> PackedCodes:
         outputs,
         bits,
         group,
-        _pack_values(codes.values, shift, bits, outputs, inputs),
+        _pack_values(codes.values, shift, bits, bool(quads)),
         _pack_groups(codes.scales[codes.rows][:, places].float()),
         None if zeros is None else _pack_groups(zeros),
+        quads,
     )
 
 
-def _pack_values(values: Tensor, shift: int, bits: int, outputs: int, inputs: int) -> Tensor:
-    """uint8 [panels, inputs, 32], or 16 for codes of 4 bits, on huge pages; panel by panel, to need little besides."""
+def _pack_values(values: Tensor, shift: int, bits: int, quads: bool) -> Tensor:
+    """uint8 [panels, inputs, 32], or 16 for codes of 4 bits, on huge pages; panel by panel, to need little besides.
+
+    quads: the four codes of an output for neighbouring inputs lie next to each other.
+    """
+    outputs, inputs = values.shape
     count = -(-outputs // _PANEL)
     packed = torch.from_numpy(allocate(_native.linear_codes_bytes(bits, outputs, inputs))).view(count, inputs, -1)
     for panel in range(count):
@@ -111,6 +134,9 @@ def _pack_values(values: Tensor, shift: int, bits: int, outputs: int, inputs: in
         columns[:, : len(part)] = part.T
         if bits == 4:
             columns = columns[:, : _PANEL // 2] | columns[:, _PANEL // 2 :] << 4
+        if quads:
+            columns = columns + 128 * (bits == 8)  # a product of codes needs unsigned ones
+            columns = columns.view(inputs // _QUAD, _QUAD, -1).transpose(1, 2).reshape(columns.shape)
         packed[panel] = columns.to(torch.int8).view(torch.uint8)
     return packed.flatten()
 
@@ -147,7 +173,7 @@ def _multiply(
     inputs, bias_address = x.shape[-1], 0 if bias is None else bias.data_ptr()
     sizes = (x.numel() // inputs, inputs, packed.outputs, torch.get_num_threads())
     addresses = packed.values.data_ptr(), bias_address, out.data_ptr()
-    _native.linear(x.data_ptr(), stride, *addresses, *sizes, *packed.native, path=path)
+    _native.linear(x.data_ptr(), stride, *addresses, *sizes, *packed.native, packed.x_group, path=path)
 
 
 def linear_experts(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from lamina.core.types import AttentionSpec, DType
+from lamina.core.types import ActivationDType, AttentionSpec, DType
 from lamina.lowering.cpu_codes import (
     Experts,
     Linear,
@@ -87,12 +87,13 @@ class LoweredSlice:
         tensors: Mapping[str, Weight],
         packing: Packing | None,
         arrivals: Sequence[tuple[int, ...]],
+        activations: ActivationDType,
     ) -> None:
         """``arrivals`` are the shapes of a row of attention (not in slice 0) and of context."""
         self._main = graphs.main
         self._table = table
         self.weights = [
-            _packed(tensors[name], packing if place in graphs.packed else None)
+            _packed(tensors[name], packing if place in graphs.packed else None, activations)
             for place, name in enumerate(part.weights)
         ]
         self.prelude_key = id(table)
@@ -226,17 +227,24 @@ class LoweredModel:
             first=slices.start,
         )
 
-    def with_weights(self, tensors: Mapping[str, Weight], reduce: Reduce | None = None) -> list[LoweredSlice]:
-        """Return executable slices; ``tensors`` holds all of ``weights``, on the CPU.
+    def with_weights(
+        self,
+        tensors: Mapping[str, Weight],
+        reduce: Reduce | None = None,
+        activations: ActivationDType = "auto",
+    ) -> list[LoweredSlice]:
+        """Return executable slices. Packed weights are copies: drop ``tensors`` to free their memory.
 
-        Packed weights are copies: drop ``tensors`` to free their memory. ``reduce`` sums tensors over the ranks of a
-        replica; slices of a single rank need none.
+        Args:
+            tensors: All of ``weights``, on the CPU.
+            reduce: Sums tensors over the ranks of a replica; slices of a single rank need none.
+            activations: Element type of what is multiplied by weights held as codes.
         """
         pack = packing(self.dtype)
         graphs = self.with_codes(tensors, linear_codes, linear_experts, reduce)
         tables = self.position_tables([each.prelude for each in graphs], self.constants)
         return [
-            LoweredSlice(part, each, table, tensors, pack, self._arrivals(index))
+            LoweredSlice(part, each, table, tensors, pack, self._arrivals(index), activations)
             for index, part, each, table in zip(self.slices, self.parts, graphs, tables, strict=True)
         ]
 
@@ -280,11 +288,13 @@ class LoweredModel:
         return [tables[id(prelude), part.constants] for part, prelude in zip(self.parts, preludes, strict=True)]
 
 
-def _packed(weight: Weight, packing: Packing | None) -> Tensor | PackedCodes | PackedExperts:
+def _packed(
+    weight: Weight, packing: Packing | None, activations: ActivationDType
+) -> Tensor | PackedCodes | PackedExperts:
     if isinstance(weight, ExpertCodes):
-        return pack_experts(weight)
+        return pack_experts(weight, activations)
     if isinstance(weight, Codes):
-        return pack_codes(weight)
+        return pack_codes(weight, activations)
     return plain(weight).contiguous() if packing is None else packing.pack(plain(weight))
 
 

@@ -149,11 +149,18 @@ class _Translation:
         rows, packed = self._rows(x), self._value(weight, PackedCodes)
         _require(len(rows.shape) == 1)
         out = self._matrix((packed.outputs,), rows.ones)
-        self._product(rows, packed.values, bias, out, packed.outputs, packed.native)
+        codes = (*packed.native, packed.x_group) if packed.x_group else packed.native
+        self._product(rows, packed.values, bias, out, packed.outputs, codes)
         return out
 
     def _product(
-        self, rows: Columns, packed: Tensor, bias: Any, out: Columns, outputs: int, codes: tuple[int, int, int, int]
+        self,
+        rows: Columns,
+        packed: Tensor,
+        bias: Any,
+        out: Columns,
+        outputs: int,
+        codes: tuple[int, ...],
     ) -> None:
         bias_address = 0 if bias is None else self._weight(bias).data_ptr()
         product = (packed.data_ptr(), bias_address, out, outputs, codes)

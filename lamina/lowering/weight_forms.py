@@ -6,7 +6,7 @@ multiplies int8 and fp8 weights by making each dense first.
 """
 
 import importlib.util
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -14,13 +14,13 @@ from torch import Tensor, fx
 from lamina import _native
 from lamina.core.errors import ConfigError
 from lamina.core.types import DType, Quantization
-from lamina.lowering.cpu_codes import PRODUCTS, can_pack, grouped_by, is_turned
+from lamina.lowering.cpu_codes import PRODUCTS, can_pack, grouped_by, is_turned, x_group
 from lamina.lowering.cpu_slices import LoweredModel, LoweredPart
 from lamina.models.quantisation.codes import (
     Codes,
     ExpertCodes,
     Form,
-    Held,
+    LibraryWeight,
     StackedCodes,
     Weight,
     group_size,
@@ -161,6 +161,21 @@ class HostForm(_ModelForm):
         return codes if dtype == torch.bfloat16 and all(map(can_pack, codes.each)) else None
 
 
+def require_byte_rows(tensors: Mapping[str, Weight]) -> None:
+    """Raise ConfigError if a CPU multiplies none of these weights by activations of 8 bits."""
+    if not _native.linear_takes_byte_rows():
+        raise ConfigError(
+            "--activation-dtype int8 needs AVX-512 with bfloat16 and VNNI, which this processor lacks: leave it out"
+        )
+    held = [weight for weight in tensors.values() if isinstance(weight, Codes | ExpertCodes)]
+    codes = [one for weight in held for one in (weight.each if isinstance(weight, ExpertCodes) else [weight])]
+    if not any(map(x_group, codes)):
+        raise ConfigError(
+            f"--activation-dtype int8 concerns weights held as int8 or int4 in groups that are multiples of 16 inputs, "
+            f"of which this model has none among {len(tensors)}: give --quantization int8 or int4, or leave it out"
+        )
+
+
 class PlacedForm(_ModelForm):
     """How a GPU, or an emulated one, holds the weights of a model lowered for ``Target.GPU``.
 
@@ -188,12 +203,12 @@ class PlacedForm(_ModelForm):
         count = sum(stop - start for start, stop in shard[0]) if 0 in shard else len(weight)
         return StackedCodes.stack(quantise_experts(name, weight, self._to, shard), count)
 
-    def _matrix(self, name: str, weight: Tensor, shard: Shard) -> Held | StackedCodes:
+    def _matrix(self, name: str, weight: Tensor, shard: Shard) -> LibraryWeight | StackedCodes:
         if self._to == "int4":
             from torchao.quantization import Int4TilePackedTo4dTensor
 
             block = [1, group_size(name, weight.shape[1], shard)]
-            return Held(Int4TilePackedTo4dTensor.from_hp(cut(weight, shard).contiguous(), block))
+            return LibraryWeight(Int4TilePackedTo4dTensor.from_hp(cut(weight, shard).contiguous(), block))
         return StackedCodes.stack([quantise(name, weight, self._to, shard)], 1)
 
     def keep_codes(self, name: str, codes: Codes, dtype: torch.dtype) -> StackedCodes | None:

@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 namespace nb = nanobind;
@@ -17,8 +18,10 @@ namespace {
 using Place = std::pair<int64_t, int64_t>; // matrix, column
 // bits or 0, group, scales, zeros or 0
 using CodesOf = std::tuple<int, int64_t, uintptr_t, uintptr_t>;
+// and the group of x, which is rounded to 8 bits
+using ByteCodesOf = std::tuple<int, int64_t, uintptr_t, uintptr_t, int64_t>;
 // packed weight, bias or 0, out, outputs, codes
-using ProductOf = std::tuple<uintptr_t, uintptr_t, Place, int64_t, CodesOf>;
+using ProductOf = std::tuple<uintptr_t, uintptr_t, Place, int64_t, std::variant<CodesOf, ByteCodesOf>>;
 
 Part part(const Place &place) {
     return {place.first, place.second};
@@ -28,13 +31,22 @@ template <class T> T *pointer(uintptr_t address) {
     return reinterpret_cast<T *>(address);
 }
 
+lamina::linear::Codes codes_of(const CodesOf &codes, int64_t x_group = 0) {
+    const auto &[bits, group, scales, zeros] = codes;
+    return {bits, group, pointer<const float>(scales), pointer<const float>(zeros), x_group};
+}
+
+lamina::linear::Codes codes_of(const ByteCodesOf &codes) {
+    const auto &[bits, group, scales, zeros, x_group] = codes;
+    return codes_of(CodesOf{bits, group, scales, zeros}, x_group);
+}
+
 void add_products(Program &program, const Place &x, int64_t inputs, const std::vector<ProductOf> &products) {
     Products group;
     for (const auto &[packed, bias, out, outputs, codes] : products) {
         Product &product = group.emplace_back(Product{{}, part(x), part(out)});
-        const auto &[bits, size, scales, zeros] = codes;
         product.task.packed = pointer<const void>(packed);
-        product.task.codes = {bits, size, pointer<const float>(scales), pointer<const float>(zeros)};
+        product.task.codes = std::visit([](const auto &known) { return codes_of(known); }, codes);
         product.task.bias = pointer<const uint16_t>(bias);
         product.task.inputs = inputs, product.task.outputs = outputs;
     }

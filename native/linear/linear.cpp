@@ -1,10 +1,12 @@
 // Shares a product among threads: by panels of the weight, within blocks of rows that a core's cache holds.
 #include "panel.h"
+#include "quads.h"
 
 #include "lamina/attention.h"
 #include "lamina/thread_pool.h"
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -15,6 +17,7 @@ constexpr int64_t kCachedBytes = 512 * 1024;  // of rows that stay in a core's c
 constexpr int64_t kBytesPerTask = 256 * 1024; // of the weight: long reads, and enough tasks to even out
 constexpr int64_t kSetStride = 4096; // bytes after which a core's first cache uses the same set again
 constexpr int64_t kSetRows = 7;      // that a set holds beside the weight: most have 8 ways
+constexpr int64_t kLine = 64;        // bytes of a cache line
 constexpr int64_t kGap = 32;         // elements between copied rows: a cache line
 
 int64_t panels_of(const Linear &linear) {
@@ -27,6 +30,10 @@ int64_t tasks_of(const Linear &linear, int64_t panels_per_task) {
 
 PanelKernel kernel_for(const Linear &linear, attention::Path path) {
     const bool dense = linear.codes.bits == 0;
+#if defined(__x86_64__)
+    if (linear.codes.x_group > 0)
+        return avx512vnni_quads();
+#endif
     switch (path) {
 #if defined(__x86_64__)
     case attention::Path::Avx512Bf16:
@@ -60,8 +67,51 @@ void multiply_panels(const Linear &linear, attention::Path path, int64_t begin, 
 
 // Whether the rows of a block, which are read side by side, push each other out of the cache.
 bool collide(const Linear &linear, const PanelKernel &kernel) {
+    if (linear.byte_rows)
+        return false;
     const int64_t together = std::min(linear.rows, kernel.most_rows);
     return together > kSetRows && linear.x_stride * int64_t{sizeof(uint16_t)} % kSetStride == 0;
+}
+
+// The memory of ByteRows.
+struct ByteRowsBuffer {
+    std::unique_ptr<int8_t[]> values;
+    std::unique_ptr<float[]> scales;
+    std::unique_ptr<int32_t[]> sums;
+    ByteRows rows;
+};
+
+ByteRowsBuffer quantize_rows(const Linear &linear, int threads) {
+    const int64_t group = linear.codes.x_group, groups = linear.inputs / group;
+    int64_t stride = (linear.inputs + kLine - 1) / kLine * kLine;
+    stride += stride % kSetStride == 0 || kSetStride % stride == 0 ? kLine : 0;
+    ByteRowsBuffer buffer{std::make_unique_for_overwrite<int8_t[]>(linear.rows * stride),
+                          std::make_unique_for_overwrite<float[]>(linear.rows * groups),
+                          std::make_unique_for_overwrite<int32_t[]>(linear.rows * groups),
+                          {}};
+    buffer.rows = {stride, buffer.values.get(), buffer.scales.get(), buffer.sums.get()};
+#if defined(__x86_64__)
+    parallel_for(threads, linear.rows, [&](int64_t row) {
+        quantize_row_avx512vnni(linear.x + row * linear.x_stride, linear.inputs, group,
+                                buffer.values.get() + row * stride, buffer.scales.get() + row * groups,
+                                buffer.sums.get() + row * groups);
+    });
+#endif
+    return buffer;
+}
+
+// Multiplies rows rounded to 8 bits where weights take these.
+void multiply_byte_rows(std::span<const Linear> group, int threads, attention::Path path) {
+    std::map<int64_t, ByteRowsBuffer> by_group;
+    std::vector<Linear> prepared(group.begin(), group.end());
+    for (Linear &linear : prepared)
+        if (const int64_t size = linear.codes.x_group; size > 0) {
+            auto found = by_group.find(size);
+            if (found == by_group.end())
+                found = by_group.emplace(size, quantize_rows(linear, threads)).first;
+            linear.byte_rows = &found->second.rows;
+        }
+    multiply(prepared, threads, path);
 }
 
 // Multiplies a copy of x, whose rows lie a cache line further apart.
@@ -86,6 +136,15 @@ bool available() {
     return kernel_for(Linear{}, attention::available_paths().back()).multiply != nullptr;
 }
 
+bool takes_byte_rows() {
+#if defined(__x86_64__)
+    return attention::available_paths().back() == attention::Path::Avx512Bf16 &&
+           __builtin_cpu_supports("avx512vnni");
+#else
+    return false;
+#endif
+}
+
 void pack(const uint16_t *weight, int64_t outputs, int64_t inputs, uint32_t *packed, int threads) {
     const int64_t panels = (outputs + kPanel - 1) / kPanel, words = inputs / 2;
     parallel_for(threads, panels, [&](int64_t panel) {
@@ -106,6 +165,11 @@ void multiply(std::span<const Linear> group, int threads) {
 }
 
 void multiply(std::span<const Linear> group, int threads, attention::Path path) {
+    if (std::ranges::any_of(group,
+                            [](const Linear &each) { return each.codes.x_group > 0 && !each.byte_rows; })) {
+        multiply_byte_rows(group, threads, path);
+        return;
+    }
     const PanelKernel kernel = kernel_for(group.front(), path);
     if (collide(group.front(), kernel)) {
         multiply_apart(group, threads, path);
@@ -114,7 +178,8 @@ void multiply(std::span<const Linear> group, int threads, attention::Path path) 
     const int64_t rows = group.front().rows, inputs = group.front().inputs;
     const int64_t per_task = std::max<int64_t>(1, kBytesPerTask / panel_bytes(group.front()));
     const int64_t block = kernel.most_rows;
-    const int64_t most = std::max<int64_t>(1, kCachedBytes / (inputs * 2) / block) * block;
+    const int64_t most =
+        std::max<int64_t>(1, kCachedBytes / (inputs * (group.front().byte_rows ? 1 : 2)) / block) * block;
     const int64_t chunks = (rows + most - 1) / most;
     int64_t tasks = 0;
     for (const Linear &linear : group)

@@ -33,6 +33,7 @@ GIVEN: dict[str, Any] = {
     "generation_config": "none",
     "kv_cache_memory_bytes": 6,
     "quantization": "int4",
+    "activation_dtype": "int8",
     "kv_cache_dtype": "int8",
     "gpu_memory_utilization": 0.75,
     "kv_tokens_per_worker": 77,

@@ -17,7 +17,7 @@ from lamina.compute.device import make
 from lamina.compute.device.base import Device, Runner
 from lamina.compute.rows import Rows
 from lamina.core.errors import ConfigError, ModelError
-from lamina.core.types import DType, Quantization
+from lamina.core.types import ActivationDType, DType, Quantization
 from lamina.lowering import LoweredModel, lower
 from lamina.lowering.weight_forms import (
     PlacedForm,
@@ -46,6 +46,9 @@ WAYS: dict[str, tuple[str, Quantization]] = {
     "emulated-int8": ("emulated", "int8"),
     "emulated-fp8": ("emulated", "fp8"),
 }
+needs_byte_rows = pytest.mark.skipif(
+    not _native.linear_takes_byte_rows(), reason="this processor has no AVX-512 with bfloat16 and VNNI"
+)
 needs_kernels = pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX2")
 
 
@@ -114,9 +117,11 @@ def test_head_and_linear_weights(folder: Path) -> None:
         assert not any("norm" in each or "embed" in each for each in linear_weights(model))
 
 
-def logits(device: Device, model: LoweredModel, held: Mapping[str, Weight]) -> list[Tensor]:
+def logits(
+    device: Device, model: LoweredModel, held: Mapping[str, Weight], activations: ActivationDType = "auto"
+) -> list[Tensor]:
     """Results of every slice for some rows of random inputs."""
-    runner: Runner = device.runner(model, held)
+    runner: Runner = device.runner(model, held, activations=activations)
     draw = torch.Generator().manual_seed(3)
     count = runner.padded(5)
     rows = Rows(torch.randint(3, 90, (count,), generator=draw), torch.arange(count))
@@ -291,6 +296,29 @@ def test_slices_with_codes_run_as_native_programs(folder: Path) -> None:
     for to in ("int8", "int4"):
         slices = model.with_weights(load(folder, device, model, to))
         assert all(piece.program is not None for piece in slices)
+
+
+@needs_byte_rows
+@pytest.mark.usefixtures("native_products")
+@pytest.mark.parametrize("to", ["int8", "int4"])
+def test_slices_with_rounded_activations_run_as_native_programs(folder: Path, to: Quantization) -> None:
+    """Their logits are near those with activations in bfloat16, and are others."""
+    device, model = make("cpu"), lower(split(load_config(find(folder, tokenizer=False)), DType.BFLOAT16))
+    held = load(folder, device, model, to)
+    assert all(piece.program is not None for piece in model.with_weights(held, activations="int8"))
+    results = zip(logits(device, model, held), logits(device, model, held, "int8"), strict=True)
+    errors = [float((exact.float() - got.float()).abs().max() / exact.float().abs().max()) for exact, got in results]
+    assert errors[-1] > 0 and max(errors) < 0.05
+
+
+@needs_byte_rows
+def test_rounded_activations_without_codes_or_on_gpus_are_refused(folder: Path) -> None:
+    device, model = make("cpu"), lowered(folder, "cpu")
+    with pytest.raises(ConfigError, match=r"of which this model has none among .*give --quantization int8 or int4"):
+        device.runner(model, load(folder, device, model), activations="int8")
+    device, model = make("emulated"), lowered(folder, "emulated")
+    with pytest.raises(ConfigError, match="--activation-dtype int8 runs on CPUs with AVX-512 and VNNI, not on"):
+        device.runner(model, load(folder, device, model, "int8"), activations="int8")
 
 
 @needs_kernels

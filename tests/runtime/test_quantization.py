@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lamina import _native
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
 from lamina.core.types import DType, Quantization, SamplingParams
 from lamina.launch import launch
+from lamina.models.directory import BUNDLED
 from lamina.models.quantisation.codes import quantise, quantise_experts
 from tests.support import quantised_checkpoints as checkpoints
 from tests.support.quantised_checkpoints import FORMATS
@@ -131,6 +132,28 @@ def test_quantised_at_load(tmp_path: Path, compute: str, to: Quantization) -> No
     reference = quantised_model(tmp_path, to, "llama", **SIZES)
     got = tokens(tmp_path, compute=compute, dtype=DType.BFLOAT16, quantization=to)
     assert all(is_nearly_greedy(reference, prompt, one, 0.05) for prompt, one in zip(PROMPTS, got, strict=True))
+
+
+@pytest.mark.skipif(not _native.linear_takes_byte_rows(), reason="this processor has no AVX-512 with bfloat16 and VNNI")
+@pytest.mark.parametrize("to", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+def test_activations_are_rounded(to: Quantization) -> None:
+    """As the inputs of linear layers are in a reference of the bundled model; random models magnify what is rounded."""
+    reference = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
+    for name, module in reference.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.weight.data = quantise(name, module.weight.data.to(torch.bfloat16), to, {}).dense(torch.float32)
+            module.register_forward_pre_hook(lambda _, inputs: (in_byte_codes(inputs[0]),))
+    held = f"linear layers in {to}, activations in int8"
+    got = tokens(BUNDLED, held, compute="cpu:1", dtype=DType.BFLOAT16, quantization=to, activation_dtype="int8")
+    assert all(is_nearly_greedy(reference, prompt, one, 0.03) for prompt, one in zip(PROMPTS, got, strict=True))
+
+
+def in_byte_codes(x: torch.Tensor) -> torch.Tensor:
+    """x [..., inputs] as codes of 8 bits hold it, with a scale for each row and as many inputs as a product takes."""
+    group = next(size for size in range(128, 15, -4) if x.shape[-1] % size == 0)
+    parts = x.unflatten(-1, (-1, group))
+    steps = parts.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+    return ((parts / steps).round() * steps).flatten(-2)
 
 
 QUANTISED_ON_GPUS = [("llama", "int8"), ("llama", "fp8"), ("deepseek_v3", "fp8"), ("gpt_oss", "int8")]

@@ -9,7 +9,7 @@ import torch
 
 from lamina.compute.device.exchanged_rows import Moves
 from lamina.compute.rows import Rows
-from lamina.core.types import AttentionSpec, DType, Quantization
+from lamina.core.types import ActivationDType, AttentionSpec, DType, Quantization
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
 from lamina.models.quantisation.codes import Form, Weight
@@ -34,9 +34,15 @@ class Sums(Protocol):
     """All-reduce over the ranks of a tensor-parallel replica, which all make the same calls in the same order.
 
     One thread owns it.
+
+    Attributes:
+        may_leave: Whether a rank may leave a sum that it or another rank has begun.
     """
 
     rank: Rank
+
+    @property
+    def may_leave(self) -> bool: ...
 
     def connect(self, links: Links, wait: Wait, names: Sequence[str]) -> None:
         """Connect to the other ranks, before the first step. ``names``: workers of all ranks, in order."""
@@ -83,13 +89,22 @@ class Device(Mapper, Protocol):
     def form(self, model: LoweredModel, to: Quantization) -> Form:
         """Return the form of weights on this device, with linear layers quantised ``to`` a type. Raises ConfigError."""
 
-    def runner(self, model: LoweredModel, tensors: Mapping[str, Weight], reduce: Reduce | None = None) -> "Runner":
+    def runner(
+        self,
+        model: LoweredModel,
+        tensors: Mapping[str, Weight],
+        reduce: Reduce | None = None,
+        activations: ActivationDType = "auto",
+    ) -> "Runner":
         """Return a runner of the model's slices.
 
         Args:
             model: The lowered model.
             tensors: All of ``model.weights``, on ``place``, in this device's ``form``.
             reduce: All-reduce over the ranks of the replica; None for one rank.
+            activations: Element type of the inputs of linear layers whose weights are held as codes.
+
+        Raises ConfigError: this device has no products with ``activations``.
         """
 
 
@@ -98,6 +113,9 @@ class WholeSteps(Protocol):
 
     def reserve(self, rows: int) -> None:
         """Prepare for steps of up to ``rows`` rows."""
+
+    def has_ended(self) -> bool:
+        """Return whether the device has run everything that it was given."""
 
     def run(self, rows: Rows, table: Any) -> torch.Tensor | None:
         """Append k and v, and return logits [rows, vocab] of a step whose rows attend to ``table``, in order; None if

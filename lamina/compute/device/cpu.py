@@ -7,9 +7,9 @@ import torch
 
 from lamina.compute.ranks import Ranks
 from lamina.compute.runner import SliceRunner
-from lamina.core.types import Quantization
+from lamina.core.types import ActivationDType, Quantization
 from lamina.lowering import LoweredModel, Target
-from lamina.lowering.weight_forms import HostForm
+from lamina.lowering.weight_forms import HostForm, require_byte_rows
 from lamina.models.quantisation.codes import Weight
 from lamina.splitter.markers import Reduce
 from lamina.splitter.parts import Rank
@@ -48,6 +48,14 @@ class Cpu:
     def form(self, model: LoweredModel, to: Quantization) -> HostForm:
         return HostForm(model, to)
 
-    def runner(self, model: LoweredModel, tensors: Mapping[str, Weight], reduce: Reduce | None = None) -> SliceRunner:
+    def runner(
+        self,
+        model: LoweredModel,
+        tensors: Mapping[str, Weight],
+        reduce: Reduce | None = None,
+        activations: ActivationDType = "auto",
+    ) -> SliceRunner:
         """Return a runner of the model's slices. Packed weights are copies: drop ``tensors`` to free their memory."""
-        return SliceRunner(model, tensors, reduce)
+        if activations != "auto":
+            require_byte_rows(tensors)
+        return SliceRunner(model, tensors, reduce, activations)

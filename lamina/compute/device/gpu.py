@@ -22,7 +22,8 @@ from lamina.compute.device.rehearsal import rehearse
 from lamina.compute.device.sums import GpuSums
 from lamina.compute.device.transfers import GpuTransfers, Lines
 from lamina.compute.rows import Rows
-from lamina.core.types import AttentionSpec, DType, Quantization
+from lamina.core.errors import ConfigError
+from lamina.core.types import ActivationDType, AttentionSpec, DType, Quantization
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
 from lamina.lowering.gpu_slices import Main, PlacedSlice, place_slices
@@ -69,7 +70,18 @@ class Gpu:
     def form(self, model: LoweredModel, to: Quantization) -> PlacedForm:
         return PlacedForm(model, to, self.place)
 
-    def runner(self, model: LoweredModel, tensors: Mapping[str, Weight], reduce: Reduce | None = None) -> "GpuRunner":
+    def runner(
+        self,
+        model: LoweredModel,
+        tensors: Mapping[str, Weight],
+        reduce: Reduce | None = None,
+        activations: ActivationDType = "auto",
+    ) -> "GpuRunner":
+        if activations != "auto":
+            raise ConfigError(
+                f"--activation-dtype {activations} runs on CPUs with AVX-512 and VNNI, not on {self.place.type}: leave "
+                "it out"
+            )
         return GpuRunner(model, tensors, self._kit, reduce)
 
 

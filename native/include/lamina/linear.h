@@ -13,6 +13,9 @@ namespace lamina::linear {
 // Whether there are kernels for this processor's instructions: AVX-512 with bfloat16 pairs, or AVX2.
 bool available();
 
+// Whether there are kernels for codes with an x_group: AVX-512 with VNNI.
+bool takes_byte_rows();
+
 // A weight [outputs, inputs] cut into panels of kPanel outputs: [outputs / kPanel][inputs / 2][kPanel] pairs
 // of neighbouring inputs, the last panel filled up with zeros. inputs is even.
 constexpr int64_t kPanel = 32;
@@ -30,13 +33,18 @@ struct Codes {
     int64_t group;       // divides the inputs
     const float *scales; // [outputs / kPanel][inputs / group][kPanel], the last panel filled up
     const float *zeros;  // the same; null: 0 for codes of 8 bits, 8 for those of 4
+    int64_t x_group = 0; // inputs of x that share a scale, if x is rounded to 8 bits too; 0: x stays bfloat16
 
     // Codes lie in panels as pairs do: [outputs / kPanel][inputs][kPanel], of 4 bits those of outputs i and
-    // i + 16 of a panel in one byte, the first in the lower half.
+    // i + 16 of a panel in one byte, the first in the lower half. With an x_group, which is a multiple of 4
+    // and divides `group`, in quads of neighbouring inputs: [outputs / kPanel][inputs / 4][kPanel][4], and
+    // codes of 8 bits plus 128.
     static constexpr int64_t bytes(int bits, int64_t outputs, int64_t inputs) {
         return (outputs + kPanel - 1) / kPanel * kPanel * inputs * bits / 8;
     }
 };
+
+struct ByteRows;
 
 // out = x * weight^T + bias, summed in float32 and rounded once to bfloat16.
 struct Linear {
@@ -46,7 +54,8 @@ struct Linear {
     const uint16_t *bias; // [outputs], or null
     uint16_t *out;        // [rows, outputs], contiguous
     int64_t rows, inputs, outputs;
-    Codes codes{}; // of 0 bits: `packed` holds pairs
+    Codes codes{};                       // of 0 bits: `packed` holds pairs
+    const ByteRows *byte_rows = nullptr; // x rounded to 8 bits; multiply() sets it for codes with an x_group
 };
 
 // Several of one x, rows and inputs: threads share out the panels of all of them together. The instruction
