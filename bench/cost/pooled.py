@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lamina.kv.balancing import ByDebt, Held, Load, Policy, Proposal, View
+from lamina.kv.balancing import ByDebt, HeldTokens, Load, Policy, Proposal, View
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.simulate import Arrivals, Deployment, State, System
@@ -163,7 +163,7 @@ def view(lenders: Sequence[Lender]) -> View:
             away = home.away.get(sequence, Counter[Lender]())
             for place, blocks in [(home, sequence.blocks - away.total()), *away.items()]:
                 tokens[place] += BLOCK * blocks
-                held.append(Held(str(sequence.index), names[place], names[home], BLOCK * blocks))
+                held.append(HeldTokens(str(sequence.index), names[place], names[home], BLOCK * blocks))
     token_s = lenders[0].attention(10**6, 1) / 10**6
     loads = {
         names[one]: Load(BLOCK * one.blocks, BLOCK * one.spare, len(one.running), tokens[one], token_s)

@@ -166,7 +166,8 @@ def _beside(
         requests.close()
     finally:
         engine.close()
-    return Figures(*np.percentile(alone, (99,)), *np.percentile(beside, (50, 99)), first - arrived)
+    beside_p50, beside_p99 = np.percentile(beside, (50, 99)).tolist()
+    return Figures(float(np.percentile(alone, 99)), beside_p50, beside_p99, first - arrived)
 
 
 def changed(model: Path, args: argparse.Namespace, cores: list[int]) -> Changes:
@@ -183,10 +184,9 @@ def changed(model: Path, args: argparse.Namespace, cores: list[int]) -> Changes:
         requests.close()
     finally:
         engine.close()
-    handovers = np.percentile([ms for ms, _ in pauses], (50, 99)).tolist()
-    return Changes(
-        step, to_prefill, to_decode, max(gap, other), *handovers, statistics.median(steps for _, steps in pauses)
-    )
+    p50, p99 = np.percentile([ms for ms, _ in pauses], (50, 99)).tolist()
+    steps = statistics.median(steps for _, steps in pauses)
+    return Changes(step, to_prefill, to_decode, max(gap, other), p50, p99, steps)
 
 
 def _timed(engine: Engine, requests: Running, **change: int) -> tuple[float, float]:

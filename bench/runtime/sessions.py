@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 from rich.console import Console
@@ -194,7 +193,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="threads of each worker; 1 on a busy machine")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    figures: Mapping[str, Any]
+    figures: Mapping[str, float] | Mapping[str, Mapping[str, float]]
     with model_directory(given.model) as model:
         config = EngineConfig(
             model=str(model),
@@ -204,13 +203,15 @@ def main() -> None:
         )
         on_disk = replace(config, kv_overcommit=2 + 1.2 * given.times, kv_spill_dir=given.folder)
         if given.agents:
-            figures = {
+            arms = {
                 name: run(on_disk if disk else config, partial(measure_agents, tokens=given.tokens, priority=priority))
                 for name, (priority, disk) in ARMS.items()
             }
+            figures, shown = arms, agents_table(given.model, arms)
         else:
-            figures = run(on_disk, partial(measure_chats, tokens=given.tokens, times=given.times))
-    Console(width=120).print((agents_table if given.agents else table)(given.model, figures))
+            chats = run(on_disk, partial(measure_chats, tokens=given.tokens, times=given.times))
+            figures, shown = chats, table(given.model, chats)
+    Console(width=120).print(shown)
     if given.json:
         given.json.write_text(json.dumps(figures, indent=1))
 

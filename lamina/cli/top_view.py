@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lamina.cli.client import ROLES
 from lamina.cli.console import show_size
 
 Json = Mapping[str, Any]
@@ -98,8 +99,9 @@ def _figures(states: Sequence[Json], cells: int) -> Table:
 
 def _rate(sooner: Json, later: Json) -> float:
     """Return the tokens generated per second between two states; 0 if the counter was reset."""
-    tokens = later["tokens"]["generated"] - sooner["tokens"]["generated"]
-    return max(0.0, tokens / ((later["time"] - sooner["time"]) or 1))
+    tokens: float = later["tokens"]["generated"] - sooner["tokens"]["generated"]
+    seconds: float = later["time"] - sooner["time"]
+    return max(0.0, tokens / (seconds or 1.0))
 
 
 def _seconds(value: float | None) -> str:
@@ -149,8 +151,8 @@ def _bar(spans: Sequence[Sequence[Any]], length: int, count: int) -> Text:
             inside = min(begin + took, (cell + 1) * width) - max(begin, cell * width)
             cells[cell][style] = cells[cell].get(style, 0.0) + max(inside, 0.0)
     text = Text()
-    for cell in cells:
-        style, took = max(cell.items(), key=lambda pair: pair[1], default=(IDLE, 0.0))
+    for shares in cells:
+        style, took = max(shares.items(), key=lambda pair: pair[1], default=(IDLE, 0.0))
         text.append("█" if took > width / 2 else "▌" if took else "·", style=style if took else IDLE)
     return text
 
@@ -178,4 +180,4 @@ def _workers(now: Json) -> Text:
 def _state(now: Json, worker: str) -> Text:
     if (silent := now["silent_s"].get(worker)) is not None:
         return Text(f"no answer for {silent} s", style="bold yellow")
-    return Text(now["workers"].get(worker, "serving"))
+    return Text(now["workers"].get(worker, "serving") + ROLES.get(now["roles"].get(worker, "both"), ""))

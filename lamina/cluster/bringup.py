@@ -1,14 +1,14 @@
 """Makes a cluster of started worker processes: models loaded, slabs allocated, all links tested.
 
-An engine that replaces one that has ended takes over the workers, which keep weights and links and forget all requests.
-For this, the engine saves its state whenever the members change. Only members that are linked to all others are saved;
-the next engine ends workers that were joining or leaving.
+A cluster may also consist of the workers of an engine that has ended: they keep weights, links, and the KV of completed
+steps. Whenever the members change, the engine saves the state that its successor needs. Only members that are linked
+to all others are saved: a worker that was joining or leaving when the engine ended is ended too.
 """
 
 import dataclasses
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -32,10 +32,11 @@ from lamina.cluster.joining import (
 )
 from lamina.cluster.linking import Pair, link
 from lamina.cluster.local_workers import SupervisedWorkers
-from lamina.cluster.pool import CPU
+from lamina.cluster.pool import CPU, REMOTE
 from lamina.cluster.sizing import ClusterPlan
 from lamina.cluster.slabs import with_capacities
 from lamina.control.messages import (
+    Computed,
     ComputeSetup,
     Connect,
     Connected,
@@ -45,18 +46,23 @@ from lamina.control.messages import (
     Inspect,
     MemorySetup,
     ModelLoaded,
+    Recall,
+    Recalled,
     Registered,
     Resources,
     SlabReady,
+    ToWorker,
 )
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, DeadlineError, TransportError, UnreachableError
 from lamina.core.heads import HeadShards
 from lamina.core.topology import Epoch, Member, Pool, Topology
+from lamina.core.types import Segment
 from lamina.dataplane.leases import messages, slot_rows
 from lamina.dataplane.transport_choice import Choice, Offer
 
 REACH_S = 20.0  # for workers to connect to another engine
+RECALL_S = 10.0  # for a worker to report what it has kept: its last slice may be long
 END_S = 60.0  # for all workers to drop their steps: one may be inside a long slice
 POLL_S = 0.01
 
@@ -71,7 +77,8 @@ class Cluster:
         memory_setup: How workers with a slab were set up.
         links: The transport of each pair of workers.
         fabric: How further workers are set up; None: no worker can join.
-        wanted: Target size of each pool; None: the present size.
+        wanted: How many workers the pools are to have; None: as many as there are.
+        recalled: What the workers have kept of the requests of an earlier engine.
     """
 
     topology: Topology
@@ -80,14 +87,18 @@ class Cluster:
     links: Mapping[Pair, Choice] = field(default_factory=dict)
     fabric: Fabric | None = None
     wanted: Mapping[Pool, int] | None = None
+    recalled: Sequence[Computed] = ()
 
     @classmethod
-    def from_members(cls, fabric: Fabric, topology: Topology, wanted: Mapping[Pool, int] | None = None) -> "Cluster":
+    def from_members(
+        cls,
+        fabric: Fabric,
+        topology: Topology,
+        wanted: Mapping[Pool, int] | None = None,
+        recalled: Sequence[Computed] = (),
+    ) -> "Cluster":
         """Return the cluster of linked members."""
-        kinds = {member.kind for member in topology.members if member.role == "compute"}
-        may_grow = fabric.memory_setup.ranks == 1 or kinds == {CPU}  # see Sums.reset
-        grows = fabric if may_grow else None
-        return cls(topology, fabric.loaded, fabric.memory_setup, fabric.links, grows, wanted)
+        return cls(topology, fabric.loaded, fabric.memory_setup, fabric.links, fabric, wanted, recalled)
 
     @property
     def capacities(self) -> dict[str, int]:
@@ -280,7 +291,7 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterPlan, saved: Saved) -> Cluster:
-    """Return the cluster of the last engine's remaining workers, which have forgotten all requests.
+    """Return the cluster of the remaining workers, which keep the KV that completed steps have computed.
 
     Raises TransportError if a role has no worker left, or workers do not answer.
     """
@@ -288,29 +299,98 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
     fabric = fabric_of(workers, plan, saved.loaded, saved.memory_setup)
     before, last = saved.topology, saved.topology.epoch
     before = msgspec.structs.replace(before, epoch=Epoch(last.incarnation + 1, last.number))
+    reports: dict[str, Recalled] | None = None
     while True:
-        lost = before.whole_replicas(before.names & workers.ended().keys())
+        stuck = set[str]() if reports is None else _stuck(before) - reports.keys()
+        lost = before.whole_replicas(stuck | (before.names & workers.ended().keys()))
         if (role := before.lacks(lost)) is not None:
             raise TransportError(f"no {role} worker is left: {dict(workers.ended())}")
         before = before.without(lost)
         control.apply_topology(before)
         workers.kill_workers(workers.processes - before.names)
-        if _end_epoch(control, workers, before):
+        if reports is None:
+            reports = _recall(control, workers, before)
+            continue
+        kept = kept_of(reports, before)
+        if _end_epoch(control, workers, before, kept):
             break
     fabric.offers.update({name: offer for name, offer in saved.offers.items() if name in before.names})
     fabric.links.update({(a, b): choice for a, b, choice in saved.links if {a, b} <= before.names})
-    return Cluster.from_members(fabric, before, saved.wanted)
+    return Cluster.from_members(fabric, before, saved.wanted, kept)
 
 
-def _end_epoch(control: ControlServer, workers: SupervisedWorkers, topology: Topology) -> bool:
-    """Let all members drop the last engine's steps. Returns False if a member exits meanwhile.
+def _stuck(topology: Topology) -> set[str]:
+    """Return the ranks that cannot leave a sum, and are lost if they have not run all their steps in time."""
+    computes = (member for member in topology.members if member.role == "compute")
+    return {member.name for member in computes if topology.pipeline.ranks > 1 and member.kind not in (CPU, REMOTE)}
+
+
+def kept_of(reports: Mapping[str, Recalled], topology: Topology) -> list[Computed]:
+    """Return the sequences whose KV is complete on members, each with its longest complete beginning.
+
+    Args:
+        reports: By worker. Of a worker without a report, nothing is kept.
+    """
+    longest: dict[int, Computed] = {}
+    for one in (one for name in topology.computes if name in reports for one in reports[name].computed):
+        if one.sequence not in longest or longest[one.sequence].tokens < one.tokens:
+            longest[one.sequence] = one
+    found = []
+    for one in longest.values():
+        missing = [segment.tokens[0] for segment in one.segments if not _holds(reports, topology, segment, one.tokens)]
+        if tokens := min([one.tokens, *missing]):
+            segments = [segment for segment in one.segments if segment.tokens[0] < tokens]
+            found.append(msgspec.structs.replace(one, tokens=tokens, segments=segments))
+    return found
+
+
+def _holds(reports: Mapping[str, Recalled], topology: Topology, segment: Segment, tokens: int) -> bool:
+    """Return whether a member has all of the first ``tokens`` tokens of a sequence that belong to a segment of it."""
+    start, stop = segment.tokens
+    wanted = (tokens if stop is None else min(stop, tokens)) - start
+    if wanted <= 0:
+        return True
+    if segment.worker not in topology.names or segment.worker not in reports:
+        return False
+    held = reports[segment.worker].held.get(segment.sequence, [])
+    return any((first, low, high) == (start, *segment.heads) and count >= wanted for first, low, high, count in held)
+
+
+def _recall(control: ControlServer, workers: SupervisedWorkers, topology: Topology) -> dict[str, Recalled]:
+    """Ask all members what they have kept. Returns the reports that come in time.
+
+    Raises DeadlineError if a member does not connect.
+    """
+    untold, reports = set(topology.names), dict[str, Recalled]()
+    begun = time.monotonic()
+    while alive := topology.names - reports.keys() - workers.ended().keys():
+        untold = _tell(control, dict.fromkeys(untold & alive, Recall()))
+        for worker, message in control.receive(POLL_S):
+            if isinstance(message, Recalled):
+                reports[worker] = message
+        waited = time.monotonic() - begun
+        if untold and waited > REACH_S:
+            raise DeadlineError(f"{', '.join(sorted(untold))} have not followed the new engine within {waited:.0f} s")
+        if not untold and waited > RECALL_S:
+            break
+    return reports
+
+
+def _end_epoch(
+    control: ControlServer, workers: SupervisedWorkers, topology: Topology, kept: Sequence[Computed]
+) -> bool:
+    """Let all members drop the last engine's steps, and all KV but ``kept``. Returns False if a member exits meanwhile.
 
     Raises DeadlineError.
     """
+    tokens: dict[str, dict[int, int]] = {name: {} for name in topology.names}
+    for one in kept:
+        for segment in one.segments:
+            tokens[segment.worker][one.sequence] = one.tokens
     untold, missing = set(topology.names), dict[str, list[str]]()
     begun = time.monotonic()
     while missing.keys() < topology.names or any(missing.values()):
-        untold = _tell(control, untold, EndEpoch(topology))
+        untold = _tell(control, {name: EndEpoch(topology, tokens[name]) for name in untold})
         for worker, message in control.receive(POLL_S):
             if isinstance(message, EpochEnded) and message.epoch == topology.epoch:
                 missing[worker] = message.missing
@@ -323,9 +403,12 @@ def _end_epoch(control: ControlServer, workers: SupervisedWorkers, topology: Top
     return True
 
 
-def _tell(control: ControlServer, workers: Collection[str], message: EndEpoch) -> set[str]:
-    try:
-        control.send(sorted(workers), message)
-    except UnreachableError as error:
-        return set(error.workers)
-    return set()
+def _tell(control: ControlServer, messages: Mapping[str, ToWorker]) -> set[str]:
+    """Send a message to each of these workers. Returns the workers that have not connected yet."""
+    untold = set[str]()
+    for worker, message in messages.items():
+        try:
+            control.send([worker], message)
+        except UnreachableError:
+            untold.add(worker)
+    return untold

@@ -72,11 +72,6 @@ def _of_replicas(config: EngineConfig, computes: Sequence[str]) -> Iterator[Refu
             "compute workers join and leave one by one, and a part of a replica cannot serve",
             "scale memory alone",
         )
-    if bounds and ranks > 1 and set(computes) != {CPU}:
-        yield Refusal(
-            f"autoscale {config.autoscale} and tensor_parallel {ranks} on {','.join(dict.fromkeys(computes))}",
-            "ranks on GPUs cannot leave a sum that has begun, so that their cluster keeps its workers",
-        )
 
 
 def _of_lanes(config: EngineConfig, computes: int) -> Iterator[Refusal]:

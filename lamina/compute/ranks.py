@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lamina.control.messages import EndEpoch, Stop, ToWorker
+from lamina.control.messages import EndEpoch, Recall, Stop, ToWorker
 from lamina.control.sockets import ControlClient
 from lamina.core.errors import DeadlineError
 from lamina.dataplane.leases import ARRIVED, FETCHED, FREED, ORDER_NBYTES, SLOTS
@@ -34,7 +34,7 @@ ANNOUNCED = ORDER_NBYTES // _LANE.size  # most unread announcements
 
 
 class EpochEndingError(Exception):
-    """The engine ended the epoch, or stopped, while this rank waited for another rank."""
+    """The engine ended the epoch, or an engine ended, while this rank waited for another rank."""
 
 
 class RankWait:
@@ -60,7 +60,7 @@ class RankWait:
                     raise
             while (message := self._control.poll()) is not None:
                 self.unread.append(message)
-                if isinstance(message, EndEpoch | Stop):
+                if isinstance(message, EndEpoch | Recall | Stop):
                     raise EpochEndingError
 
 
@@ -84,6 +84,8 @@ class _Peer:
 
 class Ranks:
     """Implements ``Sums``, an all-reduce, on CPUs. The compute worker's thread owns it."""
+
+    may_leave = True
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank

@@ -26,10 +26,12 @@ from lamina.compute.sampler import Row, sample
 from lamina.compute.step import Replica, StepRun
 from lamina.control.messages import (
     REPORT_S,
+    Computed,
     ComputeSetup,
     Connect,
     Connected,
     EndEpoch,
+    Recalled,
     Step,
     StepDone,
     Working,
@@ -60,6 +62,7 @@ from lamina.worker.process import run_worker
 
 IDLE_SLICE_S = 1.0
 WAITING_SLICE_S = 0.05  # how long a worker that waits for messages may leave the end of an epoch unread
+AHEAD_SLICE_S = 1e-4  # between two looks for the next plan while the device runs a step
 
 
 @dataclass
@@ -113,6 +116,7 @@ class Lane:
         workspace: Memory of the latest step, reused by a next step with as many rows; has no rows in an empty lane.
         steps: Unfinished steps, oldest first.
         follows: Whether the lane has had a step in this epoch.
+        completed: The last step of this epoch whose last slice has run on this worker.
         since: When the lane began to wait for its next messages.
         reported: When progress of the lane was last reported to the engine.
         busy_s: Seconds in slices of the first step.
@@ -125,6 +129,7 @@ class Lane:
     workspace: Workspace = field(default_factory=lambda: Workspace(0))
     steps: collections.deque[StepRun] = field(default_factory=collections.deque)
     follows: bool = False
+    completed: StepPlan | None = None
     since: float = 0.0
     reported: float = 0.0
     busy_s: float = 0.0
@@ -135,7 +140,7 @@ class Lane:
     def drop_steps(self) -> None:
         """Forget all steps."""
         self.steps.clear()
-        self.follows = False
+        self.follows, self.completed = False, None
         self.busy_s, self.waited_s, self.waits = 0.0, 0.0, 0
 
 
@@ -188,6 +193,8 @@ class ComputeWorker(WorkerLoop):
         self._sequences: dict[int, SequenceCopy] = {}
         self._drawn: dict[int, int] = {}  # last token drawn here, by sequence
         self._done: list[StepDone] = []  # not sent yet
+        self._prompts: dict[int, int] = {}  # by sequence: where the last chunk ends whose step has ended here
+        self._recalled = False  # an engine has ended, and the next one waits for a report
         self._slices = 0  # run so far
 
     def _serve_once(self) -> None:
@@ -198,6 +205,8 @@ class ComputeWorker(WorkerLoop):
         """Run the slice that is due first, of those that can run; if none can, do other work or wait for messages."""
         while self._unread:
             self._handle(self._unread.popleft())
+        if self._recalled:
+            self._report_computed()
         if not self._fence.open:
             if (message := self._fence.stand_by(self._wait)) is not None:
                 self._handle(message)
@@ -233,6 +242,36 @@ class ComputeWorker(WorkerLoop):
             return False
         return self._order is None or self._order.may_run(lane.number)
 
+    def _recall(self) -> None:
+        self._recalled = True
+        if self._replica.sums.may_leave:
+            for lane in self._lanes:
+                lane.steps.clear()
+        self._report_computed()
+
+    def _report_computed(self) -> None:
+        """Answer an engine that takes over, once no step runs here."""
+        if any(lane.steps for lane in self._lanes):
+            return
+        self._recalled = False
+        held = {} if self._memory is None else self._memory.store.held.lengths
+        self._control.send(Recalled(self._computed(), held))
+
+    def _computed(self) -> list[Computed]:
+        """Return the sequences of which completed steps, whose last slice ran here, have computed tokens."""
+        stops = collections.Counter(self._prompts)
+        for lane in self._lanes:
+            if lane.completed is not None:
+                decoding = lane.completed.decoding
+                stops |= collections.Counter(
+                    dict(zip(decoding.sequences, (at + 1 for at in decoding.starts), strict=True))
+                )
+        return [
+            Computed(copy.admission.request, copy.index, sequence, stops[sequence], self._segments[sequence])
+            for sequence, copy in self._sequences.items()
+            if stops[sequence]
+        ]
+
     def _end_epoch(self, message: EndEpoch) -> None:
         """Drop all steps and requests, and KV of incomplete steps; later plans admit continuing requests again."""
         topology = message.topology
@@ -247,6 +286,8 @@ class ComputeWorker(WorkerLoop):
         self._drawn.clear()
         self._segments.clear()
         self._sequences.clear()
+        self._prompts.clear()
+        self._recalled = False
         if self._memory is not None:
             self._memory.store.truncate(message.kept)
         self._replica = self._replica.within(topology, self._control.name)
@@ -276,6 +317,7 @@ class ComputeWorker(WorkerLoop):
         self._append_history(step)
         last = step.index < 0
         if step.is_launched:
+            self._answer()  # the engine plans the next step while the device runs this one
             self._take_in_next()
         drawing = self._timeline.now()
         done = self._draw(step.plan, logits) if last and step.ends_here else None
@@ -292,20 +334,26 @@ class ComputeWorker(WorkerLoop):
                 waited = lane.waited_s * attentions / max(lane.waits, 1)
                 done = msgspec.structs.replace(done, rows=len(step.tokens), busy_s=whole, waited_s=waited)
                 self._queue_answer(done)
+                lane.completed = step.plan
+                self._prompts.update((chunk.sequence, chunk.stop) for chunk in step.plan.chunks)
             lane.steps.popleft()
             lane.busy_s, lane.waited_s, lane.waits = 0.0, 0.0, 0
         self._slices += 1
         self._await(lane)
 
     def _take_in_next(self) -> None:
-        """Prepare the next step, if its plan has arrived, while the device runs all slices of this one."""
-        if self._unread or all(len(lane.steps) > 1 for lane in self._lanes):
-            return
-        message = self._control.poll()
-        if isinstance(message, Step):
-            self._handle(message)
-        elif message is not None:
-            self._unread.append(message)  # what ends an epoch has to wait until this step has ended
+        """Prepare the next step, if its plan arrives, while the device runs all slices of this one."""
+        while self._whole is not None and not self._unread and any(len(lane.steps) < 2 for lane in self._lanes):
+            message = self._control.poll()
+            if isinstance(message, Step):
+                self._handle(message)
+                return
+            if message is not None:
+                self._unread.append(message)  # what ends an epoch has to wait until this step has ended
+            elif self._whole.has_ended():
+                return
+            else:
+                time.sleep(AHEAD_SLICE_S)
 
     def _report(self, lane: Lane, now: float) -> None:
         if now - lane.reported >= REPORT_S:
@@ -394,6 +442,7 @@ class ComputeWorker(WorkerLoop):
         for sequence in sequences:
             self._segments.pop(sequence, None)
             self._sequences.pop(sequence, None)
+            self._prompts.pop(sequence, None)
             self._drawn.pop(sequence, None)
 
     def _apply_plan(self, plan: StepPlan) -> None:

@@ -16,6 +16,7 @@ from lamina.core.types import (
     Overlap,
     Polling,
     Quantization,
+    Segment,
 )
 from lamina.dataplane.leases import ArenaPlan, Lease
 from lamina.dataplane.transport_choice import Offer, Transport
@@ -202,6 +203,42 @@ class EndEpoch(msgspec.Struct, tag=True, frozen=True):
 
     topology: Topology
     kept: dict[int, int] = {}
+
+
+class Recall(msgspec.Struct, tag=True, frozen=True):
+    """Engine to worker: the engine before has ended; report what is here of its requests. Answered by Recalled.
+
+    The worker runs none of that engine's steps any more, but for ranks that cannot leave a sum: they answer once they
+    have run all that they have. ``EndEpoch`` follows.
+    """
+
+
+class Computed(msgspec.Struct, array_like=True, frozen=True):
+    """Completed steps have computed the first ``tokens`` tokens of a sequence, whose KV is where ``segments`` say.
+
+    Attributes:
+        request: The request's id.
+        index: The completion within the request.
+    """
+
+    request: str
+    index: int
+    sequence: int
+    tokens: int
+    segments: list[Segment]
+
+
+class Recalled(msgspec.Struct, tag=True, frozen=True):
+    """Worker to engine: the answer to Recall.
+
+    Attributes:
+        computed: Sequences whose last slices have run on this compute worker.
+        held: Sequences with KV in this worker's slab: of each segment, its first token, its heads [first, stop), and
+            how many tokens have slots.
+    """
+
+    computed: list[Computed] = []
+    held: dict[int, list[tuple[int, int, int, int]]] = {}
 
 
 class Change(msgspec.Struct, tag=True, frozen=True):
@@ -490,6 +527,7 @@ ToWorker = (
     | Step
     | Release
     | EndEpoch
+    | Recall
     | Change
     | Forget
     | Observe
@@ -511,6 +549,7 @@ ToEngine = (
     | Migrated
     | Stored
     | EpochEnded
+    | Recalled
     | Changed
     | PeerLost
     | Observed

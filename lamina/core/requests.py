@@ -195,6 +195,7 @@ class Group:
             self.request.seed,
             prompt,
             indices,
+            self.request.request_id,
         )
 
     def fork(self) -> list[Completion]:

@@ -95,6 +95,7 @@ class Admission(msgspec.Struct, array_like=True, frozen=True):
         seed: makes the draws reproducible.
         prompt: its tokens, only if the penalties need them.
         indices: numbers of the completions within the request; those that had ended are left out.
+        request: id of the request.
     """
 
     sequence: int
@@ -105,6 +106,7 @@ class Admission(msgspec.Struct, array_like=True, frozen=True):
     seed: int
     prompt: list[int] = []
     indices: list[int] = []
+    request: str = ""
 
 
 class Fork(msgspec.Struct, array_like=True, frozen=True):

@@ -48,6 +48,7 @@ from lamina.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 60.0
+RECALL_S = 30.0  # for requests of an earlier engine to come again, until their KV is released
 MOST_COMMANDS = 256  # run in one turn, so that one client's many requests do not delay the others' tokens
 
 
@@ -108,6 +109,8 @@ class Engine:
             window=cluster.window if config.prefix_cache else 0,
         )
         self._scheduler = self._turn.scheduler
+        self._scheduler.recall(cluster.recalled)
+        self._recalls_until = time.monotonic() + RECALL_S
         if cluster.missing:  # memory workers lost with the last engine will be started again
             whole = placement(config.partition, cluster.whole, cluster.shards, longest, topology)
             self._scheduler.placement.promise(whole.total)
@@ -251,7 +254,7 @@ class Engine:
         """
         pools = self._members.pools
         if pools is None:
-            raise ConfigError("this cluster cannot be scaled: launch did not make it, or replicas have several ranks")
+            raise ConfigError("this cluster cannot be scaled: launch did not make it")
         wanted: dict[Pool, int | str] = {"compute": compute, "memory": memory, "prefill": prefill}
         changes = {pool: pool_change(pool, one) for pool, one in wanted.items() if one}
         if not changes:
@@ -362,6 +365,8 @@ class Engine:
         self._members.turn()
         now = time.monotonic()
         self._placement.look(now)
+        if now > self._recalls_until:
+            self._scheduler.drop_recalled()
         for plan in self._turn.plan(now):
             self._send(plan, now)
         self._scaling.look(now)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lamina.cluster.bringup import Cluster
 from lamina.cluster.conversations import Workers
+from lamina.cluster.pool import CPU, REMOTE
 from lamina.control.messages import (
     Change,
     Changed,
@@ -108,6 +109,7 @@ class Members:
         self._turn = turn
         self.topology = topology = cluster.topology
         self.recipients = Recipients(cluster.topology.computes, cluster.topology.pipeline)
+        self.recipients.recall({one.sequence: one.segments for one in cluster.recalled})
         self.watch = Watch(control, workers, turn, topology)
         self.usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
         self.recoveries = self.recomputed = 0
@@ -212,18 +214,17 @@ class Members:
         If a role has no worker left, requests wait for a replacement; raises the reason for the loss if there is none.
         Returns a request that makes workers die, if this loss proves it; the caller ends the request.
         """
-        pools, pipeline = self.pools, self.topology.pipeline
-        if pipeline.ranks > 1 and pools is None:
-            raise TransportError(
-                f"{next(iter(lost.values()))}. Ranks on GPUs cannot leave a sum that others have begun, so that the "
-                "loss of a worker ends the engine: start it again"
-            )
+        pools = self.pools
         reason = next((str(why) for name, why in lost.items() if name in self.topology.computes), "")
         others = sorted(self.topology.whole_replicas(lost) - lost.keys())
         lost = {**lost, **{name: WorkerError(name, f"its replica has lost a worker: {reason}") for name in others}}
+        stuck = self._stuck_in_sums() - lost.keys()
+        early = f"ranks on GPUs cannot leave a sum, and a step has ended early: {next(iter(lost.values()))}"
+        lost = {**lost, **{name: WorkerError(name, early) for name in sorted(stuck)}}
         role = self.topology.lacks(lost)
         if role is not None and (pools is None or not pools.may_replace(role)):
-            raise next(lost[one.name] for one in self.topology.members if one.name in lost and role in one.roles)
+            roles = {member.name: member.roles for member in self.topology.members}
+            raise next(why for name, why in lost.items() if role in roles[name])
         deaths = self._deaths(lost)
         for worker in lost:
             self._workers.kill_worker(worker, cut=True)
@@ -236,7 +237,7 @@ class Members:
         self.watch.apply_topology(topology)
         remains = self._turn.end_epoch(topology, deaths)
         if pools is not None:
-            pools.on_workers_lost(lost, topology, free=remains.on_trial)
+            pools.on_workers_lost(lost, topology, lost.keys() if remains.on_trial else stuck)
         self.usage = {name: usage for name, usage in self.usage.items() if name in topology.names}
         self.recomputed += remains.recomputed
         for why in lost.values():
@@ -258,6 +259,16 @@ class Members:
         if not topology.members:  # no member has an epoch to end
             self._begin_epoch(self._ending)
         return remains.poison
+
+    def _stuck_in_sums(self) -> frozenset[str]:
+        """Return the workers of replicas whose ranks may wait for each other in a sum that they cannot leave (see
+        ``Sums.may_leave``): a step in flight runs there."""
+        topology, order = self.topology, self.topology.pipeline
+        plans = [plan for plan in self._turn.in_flight.values() if plan.runs and order.ranks > 1]
+        running = {number for plan in plans for number in order.workers_of(plan.lane, plan.rotates)}
+        on_cpus = {member.name for member in topology.members if member.kind in (CPU, REMOTE)}
+        names = {name for number, name in enumerate(topology.computes) if number in running}
+        return topology.whole_replicas(names - on_cpus)
 
     def _deaths(self, lost: Mapping[str, LaminaError]) -> Deaths:
         died = self.watch.died & lost.keys()

@@ -290,10 +290,16 @@ class Pools:
             return COMPUTE_POOLS
         return ("memory", "compute") if self._fabric.plan.compute_setup.local else ("memory",)
 
-    def on_workers_lost(self, lost: Mapping[str, LaminaError], topology: Topology, free: bool = False) -> None:
+    def on_workers_lost(
+        self, lost: Mapping[str, LaminaError], topology: Topology, uncounted: Collection[str] = ()
+    ) -> None:
         """Members are lost, whole replicas of them, and the epoch of ``topology`` begins. Workers of the same kinds are
-        started for them; if ``free``, at once and not counted: the search for a request that makes workers die is going
-        on."""
+        started for them.
+
+        Args:
+            uncounted: Members that are replaced at once, and not counted as losses: the search for a request that makes
+                workers die is going on, or the engine has ended them because of the loss of others.
+        """
         members = {member.name: member for member in self.topology.members}
         pools = {name: self._turning.get(name) or self.topology.pool_of(name) for name in members}
         replicas = {name: replica for replica in self.topology.replicas for name in replica}
@@ -313,7 +319,7 @@ class Pools:
                 together = replicas.get(name, (name,))
                 replaced.update(together)
                 kinds = tuple(members[one].kind for one in together)
-                self._replace(pools[name], kinds, reason, free)
+                self._replace(pools[name], kinds, reason, all(one in uncounted for one in together))
         for name in self._leaves.apply_topology(topology):  # they have to stay
             self.wanted[pools[name]] += 1
             self._resizes.pop(name).fail(WorkerError(name, "it stays: all others of its pool were lost"))

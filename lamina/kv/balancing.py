@@ -43,7 +43,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTokens:
     """Written tokens of a request on one worker.
 
     Attributes:
@@ -65,7 +65,7 @@ class View:
     """State of the memory pool. ``dense_s``: Seconds of a step without attention, as a function of its rows."""
 
     loads: Mapping[str, Load]
-    held: Sequence[Held]
+    held: Sequence[HeldTokens]
     dense_s: Callable[[float], float] = field(default=lambda rows: 1.0)
 
 

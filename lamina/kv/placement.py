@@ -1,7 +1,7 @@
 """Reserves token slots of memory workers, and selects the workers that hold a request's KV. Pure."""
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from lamina.core.errors import RequestError
@@ -25,14 +25,14 @@ def reach(topology: Topology) -> Callable[[int], frozenset[str]]:
     return functools.cache(topology.beyond) if topology.local else nowhere
 
 
-class Found(NamedTuple):
+class CachedPrefix(NamedTuple):
     """Cached prefix of a request on one worker: its first ``length`` tokens, of which other requests hold ``held``."""
 
     length: int
     held: int
 
 
-NOTHING: Mapping[str, Found] = {}
+NOTHING: Mapping[str, CachedPrefix] = {}
 
 
 class Placement:
@@ -140,6 +140,10 @@ class Placement:
         """Convert segments on places to segments on memory workers, leaving out those on lost places."""
         return [segment for segment in segments if segment.worker in self.capacities]
 
+    def collect(self, segments: Sequence[Segment]) -> list[Segment] | None:
+        """Convert segments on memory workers to segments on places; None if no places consist of these workers."""
+        return list(segments) if all(one.worker in self.capacities for one in segments) else None
+
     def by_worker(self, kept: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, int]]:
         """Convert the tokens of sequences by place to tokens by memory worker."""
         return {place: dict(sequences) for place, sequences in kept.items()}
@@ -204,7 +208,7 @@ class Placement:
         tokens: int,
         sequences: int,
         besides: frozenset[str] = NOWHERE,
-        found: Mapping[str, Found] = NOTHING,
+        found: Mapping[str, CachedPrefix] = NOTHING,
     ) -> list[tuple[str, int]] | None:
         """Reserve slots for a request, and return (worker, tokens) in the order of the tokens; None if it does not fit.
 
@@ -231,7 +235,7 @@ class Placement:
         tokens: int,
         sequences: int,
         besides: frozenset[str] = NOWHERE,
-        found: Mapping[str, Found] = NOTHING,
+        found: Mapping[str, CachedPrefix] = NOTHING,
     ) -> list[tuple[str, int]] | None:
         """Return what ``reserve`` would return, without reserving."""
         if self.splits(tokens):
@@ -269,7 +273,9 @@ class Placement:
             return next((one for one in empty if tokens <= self.capacities[one]), None)
         return worker
 
-    def _nearest(self, tokens: int, sequences: int, besides: frozenset[str], found: Mapping[str, Found]) -> str | None:
+    def _nearest(
+        self, tokens: int, sequences: int, besides: frozenset[str], found: Mapping[str, CachedPrefix]
+    ) -> str | None:
         """Return the best worker with a cached prefix; None if none has room, or a worker without it is better."""
         rooms = {worker: self.room(worker) for worker in found if worker not in besides}
         fitting = [one for one in rooms if tokens - found[one].held + AHEAD * sequences <= rooms[one]]

@@ -21,10 +21,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from lamina.core.requests import Completion, Group, Ids, ids_of
-from lamina.core.segments import moved
+from lamina.core.segments import by_worker, moved
 from lamina.core.steps import Fork
 from lamina.core.types import Segment
-from lamina.kv.placement import Found, Placement
+from lamina.kv.placement import CachedPrefix, Placement
 from lamina.kv.prefix_tree import GRAIN, Node, PrefixTree, alike, match, most_rows
 
 SHORTEST = 16  # tokens; shorter common prefixes are not worth a fork
@@ -109,7 +109,7 @@ class PrefixCache:
 
     # -- requests that share ------------------------------------------------------------------------------------
 
-    def find(self, group: Group) -> dict[str, Found]:
+    def find(self, group: Group) -> dict[str, CachedPrefix]:
         """Return, by worker, the longest cached prefix of a request, without its last token, which must be computed.
 
         A request that is split over several workers shares no prefix.
@@ -123,7 +123,7 @@ class PrefixCache:
             node, length, _ = match(tree, group, worker, self._placement)
             if node is not None and length >= SHORTEST:
                 held = next((one.stop for one in node.path() if one.holders), 0)
-                found[worker] = Found(length, min(held, length))
+                found[worker] = CachedPrefix(length, min(held, length))
         return found
 
     def _may_share(self, group: Group) -> bool:
@@ -296,6 +296,29 @@ class PrefixCache:
         tree.use(node)
         self.add_user(tree, node)
         return tree, node
+
+    def keep_sequence(self, salt: str, ids: Ids, sequence: int, segments: Sequence[Segment]) -> None:
+        """Add the tokens ``ids`` of a sequence that no request runs, which has these segments. The caller releases the
+        sequence.
+
+        Does nothing if the tree has a beginning of them on other workers than the sequence.
+        """
+        if not self._enabled:
+            return
+        tree, node, found = self.beginning(segments[0].worker, salt, ids)
+        for one in () if node is None else node.path():
+            if by_worker(segments, one.start, one.stop) != {one.worker: len(one.tokens)}:
+                return
+        if found == len(ids):
+            return
+        if node is not None and found < node.stop:
+            node = tree.split(node, found)
+        leaf = self._add(tree, node, salt, ids[found:], sequence, segments, node)
+        for one in leaf.path():
+            if one.start >= found:
+                self._add_idle(tree, one.worker, len(one.tokens))
+        tree.use(leaf)
+        self._kept.append(leaf)
 
     def keep_prefix(self, worker: str, salt: str, ids: Ids, sequence: int, heads: tuple[int, int]) -> None:
         """Add the tokens of a sequence that no request runs to the tree of a worker. The caller releases the sequence.

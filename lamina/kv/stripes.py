@@ -187,6 +187,20 @@ class StripedPlacement(Placement):
             for worker, part in self._parts.get(segment.worker, ())
         ]
 
+    def collect(self, segments: Sequence[Segment]) -> list[Segment] | None:
+        whole, found = self._shards.whole, list[Segment]()
+        for _, each in itertools.groupby(sorted(segments, key=lambda one: one.tokens[0]), lambda one: one.tokens):
+            parts = list(each)
+            wanted = {(one.worker, one.heads) for one in parts}
+            place = next((place for place in self._parts if self._heads_of(place) == wanted), None)
+            if place is None:
+                return None
+            found.append(dataclasses.replace(parts[0], worker=place, heads=whole))
+        return found
+
+    def _heads_of(self, place: str) -> set[tuple[str, tuple[int, int]]]:
+        return {(worker, self._shards.range_of(part.start, part.stop)) for worker, part in self._parts[place]}
+
     def by_worker(self, kept: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, int]]:
         found: dict[str, dict[int, int]] = {worker: {} for worker in self._slots}
         for place, sequences in kept.items():

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from lamina.core.types import Quantization
 from lamina.kernels.gpu.specialize import GroupedWeights, grouped_program, grouped_tile
-from lamina.models.quantisation.codes import Held, StackedCodes
+from lamina.models.quantisation.codes import LibraryWeight, StackedCodes
 
 TORCHS = torch.ops.aten._grouped_mm.default  # of bfloat16; on some GPUs, the host reads the rows of each expert first
 FALLBACK = "transformers.grouped_mm_fallback.default"  # what transformers runs for other types, expert by expert
@@ -45,7 +45,7 @@ def linear_stacked(x: Tensor, codes: StackedCodes) -> Tensor:
     return result
 
 
-def linear_held(x: Tensor, held: Held | StackedCodes, bias: Tensor | None, _: int | None = None) -> Tensor:
+def linear_held(x: Tensor, held: LibraryWeight | StackedCodes, bias: Tensor | None, _: int | None = None) -> Tensor:
     """x [..., inputs] times a quantised weight on a GPU, plus bias: [..., outputs]."""
     if isinstance(held, StackedCodes):
         out = linear_stacked(x.reshape(-1, x.shape[-1]), held).view(*x.shape[:-1], held.values.shape[1])

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from lamina.lowering.cpu_slices import LoweredModel, LoweredPart, PositionTable, SliceGraphs
 from lamina.lowering.expert_operators import TORCHS, experts_stacked, is_grouped, linear_held
-from lamina.models.quantisation.codes import Held, StackedCodes, Weight, plain
+from lamina.models.quantisation.codes import LibraryWeight, StackedCodes, Weight, plain
 from lamina.splitter.markers import Reduce
 
 Main = Callable[..., Sequence[Tensor]]
@@ -114,7 +114,7 @@ def _like(weight: Weight) -> tuple[str, ...]:
     if isinstance(weight, StackedCodes):
         shapes = [None if part is None else tuple(part.shape) for part in weight.tensors]
         return str(weight.values.dtype), str(shapes), str(weight.group)
-    tensor = inner = weight.weight if isinstance(weight, Held) else plain(weight)
+    tensor = inner = weight.weight if isinstance(weight, LibraryWeight) else plain(weight)
     return type(inner).__name__, str(tensor.dtype), str(tuple(tensor.shape))
 
 

@@ -20,7 +20,7 @@ from lamina.models.quantisation.codes import (
     Codes,
     ExpertCodes,
     Form,
-    Held,
+    LibraryWeight,
     StackedCodes,
     Weight,
     group_size,
@@ -203,12 +203,12 @@ class PlacedForm(_ModelForm):
         count = sum(stop - start for start, stop in shard[0]) if 0 in shard else len(weight)
         return StackedCodes.stack(quantise_experts(name, weight, self._to, shard), count)
 
-    def _matrix(self, name: str, weight: Tensor, shard: Shard) -> Held | StackedCodes:
+    def _matrix(self, name: str, weight: Tensor, shard: Shard) -> LibraryWeight | StackedCodes:
         if self._to == "int4":
             from torchao.quantization import Int4TilePackedTo4dTensor
 
             block = [1, group_size(name, weight.shape[1], shard)]
-            return Held(Int4TilePackedTo4dTensor.from_hp(cut(weight, shard).contiguous(), block))
+            return LibraryWeight(Int4TilePackedTo4dTensor.from_hp(cut(weight, shard).contiguous(), block))
         return StackedCodes.stack([quantise(name, weight, self._to, shard)], 1)
 
     def keep_codes(self, name: str, codes: Codes, dtype: torch.dtype) -> StackedCodes | None:

@@ -127,6 +127,17 @@ class Holdings:
             for key in self._keys(segment):
                 self.slab.truncate(key, max(0, last - start))
 
+    @property
+    def lengths(self) -> dict[int, list[tuple[int, int, int, int]]]:
+        """By sequence: of each segment, its first token, its heads [first, stop), and how many tokens have slots."""
+        return {
+            sequence: [
+                (one.tokens[0], *one.heads, min(len(self.slab.slots(key)) for key in self._keys(one)))
+                for one in segments
+            ]
+            for sequence, segments in self.segments.items()
+        }
+
     def release(self, sequences: Sequence[int]) -> None:
         """Forget sequences and free their slots. Unknown sequences are ignored."""
         for sequence in sequences:

@@ -21,6 +21,7 @@ from lamina.control.messages import (
     Connected,
     EndEpoch,
     Migrated,
+    Recalled,
     Working,
 )
 from lamina.control.sockets import ControlClient
@@ -154,6 +155,9 @@ class MemoryWorker(WorkerLoop):
         self._since_copied += 1
         if self._tier is not None and self._since_copied > every:
             self._copies, self._since_copied = self._tier.active and self._tier.work(), 0
+
+    def _recall(self) -> None:
+        self._control.send(Recalled(held=self._store.held.lengths))
 
     def _end_epoch(self, message: EndEpoch) -> None:
         """Drop every step, fetch and migration, and the tokens that they have stored."""

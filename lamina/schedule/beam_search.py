@@ -243,4 +243,14 @@ class Beams:
 
 def _admission(group: Group, completion: Completion, sequence: int, segments: list[Segment]) -> Admission:
     request, segments = group.request, group.expand(segments)
-    return Admission(sequence, 1, group.prompt_length, segments, request.params, request.seed, [], [completion.index])
+    return Admission(
+        sequence,
+        1,
+        group.prompt_length,
+        segments,
+        request.params,
+        request.seed,
+        [],
+        [completion.index],
+        request.request_id,
+    )

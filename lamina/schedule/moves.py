@@ -24,7 +24,7 @@ from lamina.core.requests import Completion, Group
 from lamina.core.segments import by_worker, moved
 from lamina.core.steps import Migration, Switch
 from lamina.core.types import Segment
-from lamina.kv.balancing import Held, Load, Policy, Proposal, View
+from lamina.kv.balancing import HeldTokens, Load, Policy, Proposal, View
 from lamina.kv.placement import AHEAD, Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.kv.prefix_tree import Node, PrefixTree
@@ -424,7 +424,7 @@ class Balancing:
         """Return the state of the memory pool, with ``groups``, for the policy."""
         placement = self._placement
         reads = dict.fromkeys(placement.capacities, 0)
-        held: list[Held] = []
+        held: list[HeldTokens] = []
         for group in groups:
             lane = self._lanes[group.lane]
             if group in lane.dealt:
@@ -435,7 +435,7 @@ class Balancing:
                     reads[worker] += tokens
             first = group.alive[0]
             for worker, tokens in by_worker(first.segments, 0, lane.exist(group, first)).items():
-                held.append(Held(group.request.request_id, worker, first.worker, tokens, len(group.alive)))
+                held.append(HeldTokens(group.request.request_id, worker, first.worker, tokens, len(group.alive)))
         moving = self._arriving()
         loads = {
             worker: Load(

@@ -124,6 +124,10 @@ class Recipients:
                 known.computes, known.memories = set(), set(known.homes)
                 self._known[sequence] = known
 
+    def recall(self, sequences: Mapping[int, list[Segment]]) -> None:
+        """Follow sequences that memory workers have kept from an earlier engine: no request runs them."""
+        self._known |= {sequence: _Known(segments) for sequence, segments in sequences.items()}
+
     def change_members(self, topology: Topology) -> None:
         """Adapt to other members within the epoch. Members that left hold no KV."""
         self._computes, self._pipeline = topology.computes, topology.pipeline

@@ -14,10 +14,12 @@ sequence continues on another memory worker (``lamina.schedule.growth``). Ranges
 (``lamina.schedule.moves``).
 """
 
+import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from lamina.control.messages import Computed
 from lamina.core.errors import RequestError
 from lamina.core.pipeline import LaneRole
 from lamina.core.requests import Completion, Drawn, Group, Owner
@@ -38,6 +40,7 @@ from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Balancing, Moves
 from lamina.schedule.pace import LEARN, Pace
 from lamina.schedule.policy import FIFO, Policy, rank_of
+from lamina.schedule.recall import Recall
 from lamina.schedule.suspects import Hold, Holding
 
 
@@ -97,6 +100,7 @@ class Scheduler:
         self._sequences = itertools.count()
         self._steps = itertools.count(1)
         self.prefixes = PrefixCache(placement, self._sequences, prefix_cache, window)
+        self._recall = Recall(placement, self.prefixes, window)
         self._residents = Residents(placement, self.prefixes, self._lanes)
         self._admissions = Admissions(limits, placement, self._residents, self.prefixes, policy)
         self._dealer = Dealer(
@@ -195,11 +199,25 @@ class Scheduler:
         heads, expand = (0, self._kv_heads), self.placement.expand
         group = Group(request, most, completions, next(self._arrivals), heads=heads, expand=expand)
         self._requests[request.request_id] = group
+        self._recall.claim(request, drawn)
         if self.disks.fetch_for(group):
             self._ready.wake()
         else:
             self._holding.enqueue_unless_held(group)
         return group
+
+    def recall(self, kept: Sequence[Computed]) -> None:
+        """Reserve slots for what workers have kept of an earlier engine's requests. Precedes ``submit``."""
+        before = max((one.sequence for one in kept), default=-1) + 1
+        collections.deque(itertools.islice(self._sequences, before), maxlen=0)  # their numbers stay in use
+        self._recall.keep(kept)
+
+    def drop_recalled(self) -> None:
+        """Release what no request of an earlier engine has come again for. Does nothing if there is nothing."""
+        if self._recall:
+            self._recall.drop()
+            self._ready.wake()
+            self._admissions.note_freed()
 
     def end_completion(self, group: Group, completion: Completion) -> None:
         """End a completion. After the last completion of a request, its id is free."""
@@ -271,6 +289,7 @@ class Scheduler:
         requests are dealt out again. Returns what workers keep of the requests.
         """
         owners = self.owners
+        self._recall.drop()
         for own in self._lanes:
             own.withdraw(owners)
         for own in self._lanes:
@@ -365,6 +384,7 @@ class Scheduler:
             if any(own.in_flight for own in self._lanes):
                 return None
             self._deal_again()
+        self._recall.settle()
         own = self._lanes[lane]
         switches = self.moves.switches()
         if self.balancing is not None:

@@ -41,7 +41,7 @@ class Mapper(Protocol):
         """Copy a result of ``arrived`` into the host's memory."""
 
 
-class Slots:
+class DeviceSlots:
     """Registers channels with the device, and maps peers' slots into it. One thread owns it."""
 
     def __init__(self, links: Links, device: Mapper) -> None:

@@ -12,6 +12,7 @@ from lamina.control.messages import (
     Link,
     Observe,
     Observed,
+    Recall,
     Release,
     Step,
     Stop,
@@ -23,7 +24,7 @@ from lamina.control.timeline import Timeline
 from lamina.core.errors import PeerLostError, WorkerError
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Epoch, Topology
-from lamina.worker.device_slots import Mapper, Slots
+from lamina.worker.device_slots import DeviceSlots, Mapper
 from lamina.worker.fence import Fence
 from lamina.worker.links import Links, Newcomers
 
@@ -33,7 +34,7 @@ class WorkerLoop:
 
     def __init__(self, control: ControlClient, links: Links, device: Mapper, epoch: Epoch, trace: bool) -> None:
         self._control, self._links, self._wait = control, links, links.close_unused_endpoints()
-        self._slots, self._timeline = Slots(links, device), Timeline(trace)
+        self._slots, self._timeline = DeviceSlots(links, device), Timeline(trace)
         self._fence = Fence(control, links, epoch)
         self._newcomers = Newcomers(control, links)
         self._running = True
@@ -61,6 +62,10 @@ class WorkerLoop:
         """Drop every step in flight with its state, and begin the next epoch by ``self._fence``."""
         raise NotImplementedError
 
+    def _recall(self) -> None:
+        """Run no step of the engine that has ended, and report what its steps have left."""
+        raise NotImplementedError
+
     def _change_members(self, topology: Topology) -> None:
         """Continue with other members. No message in flight concerns a member that has left."""
         raise NotImplementedError
@@ -77,6 +82,8 @@ class WorkerLoop:
                 self._apply_plan(message.plan)
         elif isinstance(message, EndEpoch):
             self._end_epoch(message)
+        elif isinstance(message, Recall):
+            self._recall()
         elif isinstance(message, Change):
             self._links.change_members(message.topology)
             self._change_members(message.topology)

@@ -14,7 +14,7 @@ from lamina.kv.balancing import (
     ByBandwidth,
     ByDebt,
     ByThroughput,
-    Held,
+    HeldTokens,
     Load,
     Proposal,
     View,
@@ -25,7 +25,7 @@ def pool(draw: random.Random) -> View:
     """Requests whose tokens are spread over workers of different speeds, at random."""
     names = [f"memory{number}" for number in range(draw.randint(1, 6))]
     held = [
-        Held(str(request), worker, home, draw.randint(1, 3000), readers)
+        HeldTokens(str(request), worker, home, draw.randint(1, 3000), readers)
         for request in range(draw.randint(0, 12))
         for home, readers in [(draw.choice(names), draw.choice([1, 1, 2, 4]))]
         for worker in draw.sample(names, draw.randint(1, len(names)))
@@ -50,11 +50,13 @@ def made(view: View, proposals: list[Proposal]) -> View:
         target = proposal.targets[0]
         free[target] -= proposal.tokens
         there = tokens.get((proposal.request, target))
-        tokens[proposal.request, proposal.source] = Held(
+        tokens[proposal.request, proposal.source] = HeldTokens(
             one.request, one.worker, one.home, one.tokens - proposal.tokens, one.readers
         )
         before = 0 if there is None else there.tokens
-        tokens[proposal.request, target] = Held(one.request, target, one.home, before + proposal.tokens, one.readers)
+        tokens[proposal.request, target] = HeldTokens(
+            one.request, target, one.home, before + proposal.tokens, one.readers
+        )
     assert min(free.values(), default=0) >= 0, "more is to come than fits"
     held = [one for one in tokens.values() if one.tokens]
     loads = {
@@ -89,7 +91,7 @@ def test_bandwidth_evens_out_the_time_to_read_not_the_tokens() -> None:
     """A worker twice as slow gets half as many."""
     view = View(
         {"slow": Load(10000, 4000, 1, 6000, 2.0), "fast": Load(10000, 10000, 0, 0, 1.0)},
-        [Held("long", "slow", "slow", 6000)],
+        [HeldTokens("long", "slow", "slow", 6000)],
     )
     assert ByBandwidth().propose(view) == [Proposal("long", "slow", ("fast",), 4000)]
     after = made(view, ByBandwidth().propose(view))
@@ -118,7 +120,7 @@ def test_throughput_is_the_best_of_all_numbers_of_blocks() -> None:
     """Against the sum of both workers' tokens a second, for every number."""
     view = View(
         {"debtor": Load(8000, 0, 1, 8000, 0.01), "creditor": Load(8000, 6000, 8, 2000, 0.01)},
-        [Held("long", "debtor", "debtor", 7900)],
+        [HeldTokens("long", "debtor", "debtor", 7900)],
         lambda rows: 40.0 + rows,
     )
 
@@ -134,12 +136,12 @@ def test_throughput_is_the_best_of_all_numbers_of_blocks() -> None:
 
 def test_a_worker_that_runs_short_borrows_of_three_others_within_their_caps_in_the_order_of_arrival() -> None:
     loads = {f"memory{number}": Load(1000, free, 2, 500) for number, free in enumerate((20, 900, 800, 700, 600, 50))}
-    held = [Held("a", "memory0", "memory0", 900), Held("b", "memory5", "memory5", 800)]
+    held = [HeldTokens("a", "memory0", "memory0", 900), HeldTokens("b", "memory5", "memory5", 800)]
     policy = ByDebt()
     first = policy.propose(View(loads, held))
     assert first[0] == Proposal("a", "memory0", ("memory1", "memory2", "memory3"), int(2 * SHORT * 1000) - 20)
     assert [proposal.request for proposal in first] == ["a", "b"]
-    lent = [*held, *(Held("c", worker, "memory0", int(LENT_AT_MOST * 1000)) for worker in ("memory1", "memory2"))]
+    lent = [*held, *(HeldTokens("c", worker, "memory0", int(LENT_AT_MOST * 1000)) for worker in ("memory1", "memory2"))]
     assert policy.propose(View(loads, lent))[0].targets == ("memory3", "memory4"), "the others have lent all they may"
     swapped = {**loads, "memory0": Load(1000, 500, 2, 500)}
     policy.propose(View(swapped, held))
@@ -150,7 +152,9 @@ def test_a_worker_that_runs_short_borrows_of_three_others_within_their_caps_in_t
 def test_debts_in_a_cycle_are_cleared() -> None:
     """Each of three workers has lent to the next: all go home, and nothing is owed any more."""
     names = ["memory0", "memory1", "memory2"]
-    held = [Held(str(number), names[(number + 1) % 3], home, 200 + 50 * number) for number, home in enumerate(names)]
+    held = [
+        HeldTokens(str(number), names[(number + 1) % 3], home, 200 + 50 * number) for number, home in enumerate(names)
+    ]
     view = View({name: Load(1000, 600, 1, 300) for name in names}, held)
     proposals = ByDebt().propose(view)
     assert {(one.request, one.targets) for one in proposals} == {(str(n), (home,)) for n, home in enumerate(names)}

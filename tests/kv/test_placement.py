@@ -9,7 +9,7 @@ from lamina.core.pipeline import Pipeline
 from lamina.core.requests import Completion, Group
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Request, SamplingParams
-from lamina.kv.placement import AHEAD, WATERMARK, Found, Placement
+from lamina.kv.placement import AHEAD, WATERMARK, CachedPrefix, Placement
 from lamina.schedule.growth import victims
 from lamina.schedule.limits import Limits
 
@@ -94,7 +94,7 @@ def test_a_short_cached_prefix_on_a_slow_worker_is_left_there() -> None:
     placement = Placement({"fast": 100_000, "slow": 1_000_000})
     placement.token_s = {"fast": 1e-9, "slow": 1e-7}
     for cached, wanted in ((16, "fast"), (1990, "slow")):
-        assert placement.fitting(2000, 1, found={"slow": Found(cached, cached)}) == [(wanted, 2000)]
+        assert placement.fitting(2000, 1, found={"slow": CachedPrefix(cached, cached)}) == [(wanted, 2000)]
 
 
 @given(

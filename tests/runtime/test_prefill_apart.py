@@ -128,12 +128,15 @@ def test_autoscaling_keeps_replicas_for_prompts_within_its_bounds(tmp_path: Path
         engine.close()
 
 
-def test_a_replica_of_stages_changes_its_role_as_a_whole(tmp_path: Path) -> None:
-    reference = write_prepared(served("llama"), tmp_path)
+@pytest.mark.parametrize("parts", sweep({"stages": "pipeline_parallel", "ranks": "tensor_parallel"}, ["stages"]))
+def test_a_replica_of_several_workers_changes_its_role_as_a_whole(parts: str, tmp_path: Path) -> None:
+    model = served("llama")
+    write_prepared(model, tmp_path)
+    reference = write_prepared(model, tmp_path, ranks=2)
     prompts = [[3 + number for number in range(count)] for count in (9, 57, 30)]
     expected = [greedy(reference, prompt, LONG) for prompt in prompts]
     params = SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
-    engine = launch(config(tmp_path, 4, 1, pipeline_parallel=2, lanes=4))
+    engine = launch(config(tmp_path, 4, 1, lanes=4, **{parts: 2}))
     try:
         with pytest.raises(ConfigError, match="a replica has 2 compute workers, which does not divide 1"):
             engine.scale(prefill=1, compute=-1).result(JOIN_S)

@@ -1,6 +1,7 @@
 """Replicas of ranks and stages that lose a worker, on real processes: they are replaced, and the tokens stay."""
 
 import os
+import random
 import re
 import signal
 from collections.abc import Sequence
@@ -11,9 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
-from lamina.core.types import CompletionOutput
+from lamina.core.types import CompletionOutput, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.launch import launch
+from lamina.lowering import Target
+from tests.support.prepared_checkpoints import write_prepared
+from tests.support.random_models import SERVED_VOCABULARY, greedy, served
 from tests.support.running import REQUESTS, Killable, Streams, assert_same, config, wait_for_recoveries
 from tests.support.waiting import wait_until
 
@@ -24,9 +28,10 @@ def wait_for_whole(engine: Engine, computes: int, memories: int) -> None:
     """Wait until all pools have so many workers, all of which serve."""
 
     def is_whole() -> bool:
-        stats, sizes = engine.stats(), engine.topology.sizes
+        stats, topology = engine.stats(), engine.topology
         assert stats.dead is None, stats.dead
-        return sizes == {"compute": computes, "memory": memories} and {*stats.workers.values()} == SERVING
+        sizes = len(topology.computes), len(topology.memories)
+        return sizes == (computes, memories) and {*stats.workers.values()} == SERVING
 
     wait_until(is_whole, "a worker is not replaced")
 
@@ -133,4 +138,35 @@ def test_replicas_are_replaced_as_often_as_max_restarts_says(settings: dict[str,
         engine.close()
     why = f"worker {victim} is gone"
     assert failed and all(re.search(why, str(output.error), re.DOTALL) for output in failed)
+    assert not [name for name, pid in pids.items() if psutil.pid_exists(pid)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["compute1", "memory0"])
+def test_ranks_on_gpus_are_replaced_where_a_step_ends_early(victim: str, tmp_path: Path) -> None:
+    """One of them may wait for another in a sum that it cannot leave. The tokens are Hugging Face's."""
+    reference = write_prepared(served("llama"), tmp_path, target=Target.GPU, ranks=2)
+    draw = random.Random(victim)
+    prompts = [[draw.randrange(3, SERVED_VOCABULARY) for _ in range(length)] for length in (1, 6, 34, 40)]
+    workers = Killable()
+    wanted = replace(config(tmp_path, 2, 2, tensor_parallel=2, max_restarts=1), compute="emulated:2")
+    engine = launch(wanted, workers=workers)
+    pids = workers.pids
+    try:
+        params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
+        streams = Streams(engine, [(prompt, params) for prompt in prompts])
+        streams.wait_for_tokens(20)
+        workers.signal(victim, signal.SIGKILL)
+        got = [completion.token_ids for (completion,) in streams.results()]
+        assert got == [greedy(reference, prompt, 50) for prompt in prompts]
+        wait_for_whole(engine, 2, 2)
+        assert engine.topology.names.isdisjoint({victim, "compute0", "compute1"})
+        assert engine.stats().recoveries == 1
+        pids |= workers.pids
+        (joined,) = engine.scale(memory=1).result(120)
+        engine.scale(memory=-1).result(120)
+        assert joined.startswith("memory") and engine.stats().dead is None
+        pids |= workers.pids
+    finally:
+        engine.close()
     assert not [name for name, pid in pids.items() if psutil.pid_exists(pid)]

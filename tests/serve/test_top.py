@@ -33,7 +33,15 @@ def shown(states: list[dict[str, Any]], lanes: Any = None, width: int = 130) -> 
 
 def test_the_view_has_rates_pools_moves_and_links() -> None:
     text = shown([state(generated=100 * second, time=second) for second in range(5)])
-    for part in ("100  ", "1 running, 2 waiting", "memory0", "shm for ", "completed", "nothing runs"):
+    for part in (
+        "100  ",
+        "1 running, 2 waiting",
+        "memory0",
+        "compute0 serving, runs prompts",
+        "shm for ",
+        "completed",
+        "nothing runs",
+    ):
         assert part in text
     assert "Compute: 2 requests wait" in shown([state(limit={"what": "Compute: 2 requests wait", "remedy": ""})])
 

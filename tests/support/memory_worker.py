@@ -35,7 +35,7 @@ from lamina.dataplane.leases import Messages
 from lamina.dataplane.transport_choice import Transport
 from lamina.memory import worker
 from lamina.transport.device.inboxes import Inboxes
-from lamina.worker.device_slots import Slots
+from lamina.worker.device_slots import DeviceSlots
 from lamina.worker.links import Member, open_links
 from tests.support.linked_workers import Device
 
@@ -131,7 +131,7 @@ class Pair:
         self.wait = self.links.close_unused_endpoints()
         channels = {"memory0": self.links.channel("memory0")}
         if inboxes is not None:
-            Slots(self.links, Device(inboxes=inboxes)).register_channels(channels.values())
+            DeviceSlots(self.links, Device(inboxes=inboxes)).register_channels(channels.values())
         fetcher = Fetcher(self.links.fetch, self.links.arena, self.links.plan)
         self.mail = Mail(self.links.hub, channels, fetcher, lanes)
         self.turns = [0] * lanes

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lamina.core.errors import TransportError
-from lamina.transport.device.inboxes import Held, Inboxes, Opened, SharedMaker
+from lamina.transport.device.inboxes import Inboxes, OwnInbox, PeerInbox, SharedMaker
 
 NBYTES, TIMEOUT_S = 10_000, 60.0
 
@@ -53,10 +53,10 @@ class Lacking:
 
     kind = "emulated"
 
-    def make(self, nbytes: int) -> Held:
+    def make(self, nbytes: int) -> OwnInbox:
         raise TransportError("no memory")
 
-    def open(self, handle: bytes, nbytes: int) -> Opened:
+    def open(self, handle: bytes, nbytes: int) -> PeerInbox:
         raise TransportError("no way")
 
 

@@ -12,9 +12,9 @@ from lamina.core.errors import TransportError
 from lamina.dataplane.leases import HEADER_NBYTES, SLOTS
 from lamina.dataplane.transport_choice import Transport
 from lamina.transport.base import DeviceMemory, Peer
-from lamina.transport.device.inboxes import Inboxes, Opened, SharedMaker
+from lamina.transport.device.inboxes import Inboxes, PeerInbox, SharedMaker
 from lamina.transport.shm import ShmEndpoint
-from lamina.worker.device_slots import Slots
+from lamina.worker.device_slots import DeviceSlots
 from lamina.worker.links import Member, open_links
 from tests.support.linked_workers import PLAN, SECRET, Cluster, Device
 
@@ -35,7 +35,7 @@ def test_what_is_written_into_a_place_arrives(cluster: Cluster) -> None:
     """In the slot that was taken for it, whatever is sent in between."""
     near, far = cluster.links["near"].channel("far"), cluster.links["far"].channel("near")
     device = Device()
-    slots = Slots(cluster.links["near"], device)
+    slots = DeviceSlots(cluster.links["near"], device)
     slots.register_channels([near])
     (adopted,) = device.adopted
     assert adopted.nbytes >= SLOTS * len(near.slots[0])
@@ -57,9 +57,9 @@ def test_what_is_written_into_a_place_arrives(cluster: Cluster) -> None:
 def test_only_memory_that_the_device_maps_is_written(cluster: Cluster) -> None:
     near, remote = (cluster.links["near"].channel(name) for name in ("far", "remote"))
     device = Device(refuses="far")
-    Slots(cluster.links["near"], device).register_channels([near, remote])
+    DeviceSlots(cluster.links["near"], device).register_channels([near, remote])
     assert not device.mapped and near.place(1) is None and remote.place(1) is None
-    slots = Slots(cluster.links["near"], device := Device())
+    slots = DeviceSlots(cluster.links["near"], device := Device())
     slots.register_channels([near, remote])
     assert device.mapped.keys() == {"far"} and near.place(1) is not None and remote.place(1) is None
     assert device.mapped["far"].nbytes >= SLOTS * (HEADER_NBYTES + len(near.bodies[0].array))
@@ -67,7 +67,7 @@ def test_only_memory_that_the_device_maps_is_written(cluster: Cluster) -> None:
 
 def test_memory_of_peers_that_leave_is_unmapped_before_it_is_mapped_again(cluster: Cluster) -> None:
     device = Device()
-    slots = Slots(cluster.links["near"], device)
+    slots = DeviceSlots(cluster.links["near"], device)
     slots.register_channels([cluster.links["near"].channel("far")])
     slots.unmap_others(["far", "remote"])
     assert device.mapped.keys() == {"far"}
@@ -78,19 +78,19 @@ def test_memory_of_peers_that_leave_is_unmapped_before_it_is_mapped_again(cluste
 
 
 @pytest.fixture
-def on_devices() -> Iterator[tuple[Cluster, dict[str, Slots]]]:
+def on_devices() -> Iterator[tuple[Cluster, dict[str, DeviceSlots]]]:
     """Two workers whose devices write into each other's inboxes, and one whose device has none."""
     inboxes = {name: Inboxes(SharedMaker()) for name in ("near", "far")}
     made = Cluster(["near", "far", "plain"], inboxes)
     made.link({("near", "far"): Transport.SHM, ("near", "plain"): Transport.SHM})
-    yield made, {name: Slots(made.links[name], Device(inboxes=inboxes.get(name))) for name in made.links}
+    yield made, {name: DeviceSlots(made.links[name], Device(inboxes=inboxes.get(name))) for name in made.links}
     for links in made.links.values():
         links.close()
     assert all(each.own(name) is each.theirs(name) is None for each in inboxes.values() for name in made.links)
 
 
 def test_what_a_device_writes_arrives_in_the_inbox_and_all_else_in_slots(
-    on_devices: tuple[Cluster, dict[str, Slots]],
+    on_devices: tuple[Cluster, dict[str, DeviceSlots]],
 ) -> None:
     cluster, slots = on_devices
     near, far = cluster.links["near"].channel("far"), cluster.links["far"].channel("near")
@@ -114,7 +114,7 @@ def test_what_a_device_writes_arrives_in_the_inbox_and_all_else_in_slots(
     assert {lane: bytes(arrival.whole) for lane, arrival in arrivals.items()} == {1: b"slots", 2: b"inbox"}
 
 
-def test_a_peer_without_inbox_gets_messages_in_slots(on_devices: tuple[Cluster, dict[str, Slots]]) -> None:
+def test_a_peer_without_inbox_gets_messages_in_slots(on_devices: tuple[Cluster, dict[str, DeviceSlots]]) -> None:
     cluster, slots = on_devices
     near, plain = cluster.links["near"].channel("plain"), cluster.links["plain"].channel("near")
     slots["near"].register_channels([near])
@@ -127,7 +127,7 @@ def test_a_peer_without_inbox_gets_messages_in_slots(on_devices: tuple[Cluster, 
     assert bytes(plain.read(slot).whole) == b"abc"
 
 
-def test_an_inbox_lasts_as_long_as_its_lease(on_devices: tuple[Cluster, dict[str, Slots]]) -> None:
+def test_an_inbox_lasts_as_long_as_its_lease(on_devices: tuple[Cluster, dict[str, DeviceSlots]]) -> None:
     cluster, _ = on_devices
     near, far = cluster.inboxes["near"], cluster.inboxes["far"]
     own = near.own("far")
@@ -141,7 +141,7 @@ def test_an_inbox_lasts_as_long_as_its_lease(on_devices: tuple[Cluster, dict[str
 class Astray(SharedMaker):
     """Writes of other processes' devices do not arrive, although nothing fails."""
 
-    def open(self, handle: bytes, nbytes: int) -> Opened:
+    def open(self, handle: bytes, nbytes: int) -> PeerInbox:
         self.elsewhere = self.make(nbytes)
         return super().open(self.elsewhere.handle, nbytes)
 
@@ -152,7 +152,7 @@ def test_a_device_whose_writes_do_not_arrive_writes_into_slots(caplog: pytest.Lo
     cluster.link({("near", "far"): Transport.SHM})
     channels = {name: cluster.links[name].channel(peer) for name, peer in (("near", "far"), ("far", "near"))}
     for name, channel in channels.items():
-        Slots(cluster.links[name], Device(inboxes=inboxes[name])).register_channels([channel])
+        DeviceSlots(cluster.links[name], Device(inboxes=inboxes[name])).register_channels([channel])
     assert not channels["near"].writes_inbox and channels["near"].place(3) is not None
     assert channels["far"].writes_inbox, "the other direction is another matter"
     assert "what the device of near writes into the memory of that of far does not arrive" in caplog.text
@@ -204,7 +204,7 @@ def test_a_nic_writes_bodies_into_an_inbox_as_long_as_the_lease_lasts(
     near.close_unused_endpoints()
     far.close_unused_endpoints()
     to, at = near.channel("far"), far.channel("near")
-    slots = Slots(far, Device(inboxes=inboxes))
+    slots = DeviceSlots(far, Device(inboxes=inboxes))
     slots.register_channels([at])
     to.send_message(3, 4, 5, [b"in", b"box"])
     arrival = at.read(0)

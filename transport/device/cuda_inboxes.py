@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from lamina.core.errors import TransportError
-from lamina.transport.device.inboxes import Held, Inbox, Opened
+from lamina.transport.device.inboxes import Inbox, OwnInbox, PeerInbox
 from lamina.transport.device.peer_memory import PeerArena, PeerMemory
 
 
@@ -18,7 +18,7 @@ class CudaMaker:
     def __init__(self, index: int) -> None:
         self._index = index
 
-    def make(self, nbytes: int) -> Held:
+    def make(self, nbytes: int) -> OwnInbox:
         with self._on_the_gpu(f"cannot share {nbytes} bytes of its memory"):
             memory = PeerMemory(nbytes)
             inbox, handle = Inbox(memory.address, memory.bytes, memory.make_writes_visible), memory.handle()
@@ -27,9 +27,9 @@ class CudaMaker:
             with self._on_the_gpu("cannot read its memory"):
                 return bytes(inbox.array[:count].get())
 
-        return Held(inbox, handle, memory, read, lambda: None)  # freed with the last array of it
+        return OwnInbox(inbox, handle, memory, read, lambda: None)  # freed with the last array of it
 
-    def open(self, handle: bytes, nbytes: int) -> Opened:
+    def open(self, handle: bytes, nbytes: int) -> PeerInbox:
         with self._on_the_gpu("cannot reach it by CUDA IPC"):
             import cupy
 
@@ -47,7 +47,7 @@ class CudaMaker:
             with self._on_the_gpu("cannot close what it has opened by CUDA IPC"):
                 arena.close()
 
-        return Opened(Inbox(arena.address, array), write, close)
+        return PeerInbox(Inbox(arena.address, array), write, close)
 
     @contextlib.contextmanager
     def _on_the_gpu(self, what: str) -> Iterator[None]:

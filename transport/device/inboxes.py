@@ -45,7 +45,7 @@ class Inbox:
 
 
 @dataclass(frozen=True)
-class Held:
+class OwnInbox:
     """An inbox of this process.
 
     Attributes:
@@ -63,7 +63,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Opened:
+class PeerInbox:
     """An inbox of another process.
 
     Attributes:
@@ -85,10 +85,10 @@ class Maker(Protocol):
 
     kind: str
 
-    def make(self, nbytes: int) -> Held:
+    def make(self, nbytes: int) -> OwnInbox:
         """Allocate a zeroed inbox. Raises TransportError if there is no memory."""
 
-    def open(self, handle: bytes, nbytes: int) -> Opened:
+    def open(self, handle: bytes, nbytes: int) -> PeerInbox:
         """Map another process's inbox. Raises TransportError if the device cannot reach it."""
 
 
@@ -103,15 +103,15 @@ class Inboxes:
 
     maker: Maker
     fixed: bool = False
-    _own: dict[str, Held] = field(default_factory=dict)
-    _theirs: dict[str, Opened] = field(default_factory=dict)
-    _ended: list[Held | Opened] = field(default_factory=list)
+    _own: dict[str, OwnInbox] = field(default_factory=dict)
+    _theirs: dict[str, PeerInbox] = field(default_factory=dict)
+    _ended: list[OwnInbox | PeerInbox] = field(default_factory=list)
 
     @property
     def kind(self) -> str:
         return self.maker.kind
 
-    def make(self, peer: str, nbytes: int) -> Held | None:
+    def make(self, peer: str, nbytes: int) -> OwnInbox | None:
         """Make an inbox for a peer; None if there is no memory."""
         if self.fixed or nbytes <= 0:
             return None
@@ -153,7 +153,7 @@ class Inboxes:
         """Free the inbox that was made for a peer, if any. The peer must not be able to write any more."""
         self._end(self._own.pop(peer, None))
 
-    def _end(self, one: Held | Opened | None) -> None:
+    def _end(self, one: OwnInbox | PeerInbox | None) -> None:
         if one is not None:
             self._ended.append(one)
             if not self.fixed:
@@ -178,14 +178,14 @@ class SharedMaker:
 
     kind = "emulated"
 
-    def make(self, nbytes: int) -> Held:
+    def make(self, nbytes: int) -> OwnInbox:
         file = os.fdopen(os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC), "rb+")
         file.truncate(nbytes)
         inbox, handle = _mapped(file, nbytes), f"{os.getpid()} {file.fileno()}".encode()
         memory, read = _SharedMemory(inbox.address, nbytes), lambda count: bytes(inbox.array[:count])
-        return Held(inbox, handle, memory, read, file.close)
+        return OwnInbox(inbox, handle, memory, read, file.close)
 
-    def open(self, handle: bytes, nbytes: int) -> Opened:
+    def open(self, handle: bytes, nbytes: int) -> PeerInbox:
         pid, number = map(int, handle.split())
         path = f"/proc/{pid}/fd/{number}"
         try:
@@ -199,7 +199,7 @@ class SharedMaker:
         def write(content: bytes) -> None:
             inbox.array[: len(content)] = list(content)
 
-        return Opened(inbox, write, functools.partial(_forbid, inbox.address, nbytes))
+        return PeerInbox(inbox, write, functools.partial(_forbid, inbox.address, nbytes))
 
 
 @dataclass

@@ -34,9 +34,15 @@ class Sums(Protocol):
     """All-reduce over the ranks of a tensor-parallel replica, which all make the same calls in the same order.
 
     One thread owns it.
+
+    Attributes:
+        may_leave: Whether a rank may leave a sum that it or another rank has begun.
     """
 
     rank: Rank
+
+    @property
+    def may_leave(self) -> bool: ...
 
     def connect(self, links: Links, wait: Wait, names: Sequence[str]) -> None:
         """Connect to the other ranks, before the first step. ``names``: workers of all ranks, in order."""
@@ -107,6 +113,9 @@ class WholeSteps(Protocol):
 
     def reserve(self, rows: int) -> None:
         """Prepare for steps of up to ``rows`` rows."""
+
+    def has_ended(self) -> bool:
+        """Return whether the device has run everything that it was given."""
 
     def run(self, rows: Rows, table: Any) -> torch.Tensor | None:
         """Append k and v, and return logits [rows, vocab] of a step whose rows attend to ``table``, in order; None if

@@ -170,6 +170,9 @@ class Cuda:
             source = source.clone()
         target.copy_(source, non_blocking=True)
 
+    def has_ended(self) -> bool:
+        return bool(torch.cuda.current_stream().query())
+
     def synchronize(self) -> None:
         torch.cuda.current_stream().synchronize()
 

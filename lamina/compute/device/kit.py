@@ -99,5 +99,8 @@ class Kit(Protocol):
     def upload(self, target: Tensor, source: Tensor) -> None:
         """Copy ``source``, in host memory, to ``target``. ``source`` must not change before ``synchronize``."""
 
+    def has_ended(self) -> bool:
+        """Return whether all work launched on the card has completed."""
+
     def synchronize(self) -> None:
         """Wait until all work launched on the card has completed."""

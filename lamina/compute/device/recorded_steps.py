@@ -95,6 +95,9 @@ class RecordedSteps:
         recording.replay()
         return recording.logits
 
+    def has_ended(self) -> bool:
+        return self._kit.has_ended()
+
     def _table(self, count: int) -> FixedTable:
         if count not in self._tables:
             self._tables[count] = self._make_table(count)

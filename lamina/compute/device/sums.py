@@ -65,6 +65,10 @@ class GpuSums:
                 "PyTorch that has it, or leave out tensor_parallel"
             ) from error
 
+    @property
+    def may_leave(self) -> bool:
+        return self.rank.count == 1
+
     def connect(self, links: Links, wait: Wait, names: Sequence[str]) -> None:
         """Do nothing: the constructor has connected the ranks."""
 
@@ -75,7 +79,7 @@ class GpuSums:
         return waited
 
     def reset(self, first: int) -> None:
-        """Do nothing: with several ranks, the engine begins no new epoch, since NCCL cannot abort an all-reduce."""
+        """Do nothing: no sum has begun. The engine ends ranks that may be in one, since NCCL cannot drop a sum."""
 
     def agree(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens of rank 0.

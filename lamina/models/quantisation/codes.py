@@ -16,7 +16,7 @@ from lamina.splitter.split_model import Shard, cut
 GROUPS = (128, 64, 32)
 """Inputs that share a scale and a zero point in int4: the first of these that divides a matrix."""
 
-Weight = Union[Tensor, "Codes", "ExpertCodes", "StackedCodes", "Held"]
+Weight = Union[Tensor, "Codes", "ExpertCodes", "StackedCodes", "LibraryWeight"]
 """A weight as a device holds it."""
 
 _ELEMENTS_AT_ONCE = 1 << 24  # elements converted at a time, which bounds the temporary memory
@@ -172,7 +172,7 @@ def _stacked(codes: Codes, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Held:
+class LibraryWeight:
     """A quantised weight in the private form of a library: a subclass of Tensor, wrapped so that ``isinstance``
     tells it from a plain tensor."""
 
