@@ -181,14 +181,8 @@ class Simulation:
         assert self.engine is not None
         if self.failure is not None:
             raise self.failure
-        if (dead := self.engine._dead) is not None and not self._may_end():
+        if (dead := self.engine._dead) is not None:
             raise Broken(f"the engine has stopped: {dead}")
-
-    def _may_end(self) -> bool:
-        """Return whether the engine may have ended: parts of replicas are not replaced, and none may be whole."""
-        assert self.engine is not None
-        config, reason = self.layout.config, self.engine._dead or ""
-        return config.tensor_parallel * config.pipeline_parallel > 1 and reason.startswith("worker compute")
 
     def _launch(self) -> None:
         """Bring the cluster up, as ``launch`` does."""
@@ -396,8 +390,6 @@ class Simulation:
 
     def _may_fail(self, error: str) -> bool:
         """Errors that are right: too few workers are left, or workers died again and again with this request."""
-        if "the engine has stopped" in error:
-            return self._may_end()
         return "may need" in error or "is not run again" in error or "not fit" in error
 
     def _end(self) -> None:
