@@ -1,0 +1,122 @@
+"""Clients of other projects against the server, each where it is installed. openai's is in most other tests here."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+
+from lamina.core.types import FinishReason
+from lamina.text.chat_template import ChatTemplate
+from tests.support import scripted_engine
+from tests.support.scripted_engine import Running
+
+CALL = '<tool_call>{"name": "look", "arguments": {"city": "Rome"}}</tool_call>'
+TOOLED = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+RUN_S = 60.0
+
+
+class City(pydantic.BaseModel):
+    """Look at a city."""
+
+    city: str
+
+
+@pytest.fixture(autouse=True)
+def template(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripted_engine, "TEMPLATE", ChatTemplate(TOOLED, {}))
+
+
+def say(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(scripted_engine, "WORDS", [text[at : at + 9] for at in range(0, len(text), 9)])
+    monkeypatch.setattr(scripted_engine, "END", FinishReason.STOP)
+
+
+def missing(package: str) -> str:
+    return f"{package} is not installed: pip install {package}"
+
+
+def test_anthropic(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    anthropic = pytest.importorskip("anthropic", reason=missing("anthropic"))
+    client = anthropic.Anthropic(base_url=server.url, api_key="-", max_retries=0)
+    asked: Any = {"model": "fake", "max_tokens": 40, "messages": [{"role": "user", "content": "a"}]}
+    say(monkeypatch, "<think>So.</think>" + "Yes. " + CALL)
+    tools = [{"name": "look", "input_schema": City.model_json_schema()}]
+    with client.messages.stream(**asked, tools=tools) as stream:
+        assert "".join(stream.text_stream).strip() == "Yes."
+        streamed = stream.get_final_message()
+    for answer in (client.messages.create(**asked, tools=tools), streamed):
+        assert [block.type for block in answer.content] == ["thinking", "text", "tool_use"]
+        assert answer.content[2].input == {"city": "Rome"} and answer.stop_reason == "tool_use"
+    assert client.messages.count_tokens(model="fake", messages=asked["messages"]).input_tokens == 1
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        client.messages.create(**{**asked, "max_tokens": 0})
+
+
+def test_langchain(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    langchain = pytest.importorskip("langchain_openai", reason=missing("langchain-openai"))
+    model = langchain.ChatOpenAI(base_url=f"{server.url}/v1", api_key="-", model="fake", max_retries=0)
+    say(monkeypatch, '{"city": "Rome"}')
+    assert model.with_structured_output(City, method="json_schema").invoke("a") == City(city="Rome")
+    assert model.with_structured_output(City, method="function_calling").invoke("a") == City(city="Rome")
+    say(monkeypatch, CALL)
+    (call,) = model.bind_tools([City]).invoke("a").tool_calls
+    assert (call["name"], call["args"]) == ("look", {"city": "Rome"})
+    assert "".join(chunk.content for chunk in model.stream("a")) == CALL
+
+
+def test_litellm(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    litellm = pytest.importorskip("litellm", reason=missing("litellm"))
+    asked: Any = {"messages": [{"role": "user", "content": "a"}], "api_base": f"{server.url}/v1", "api_key": "-"}
+    say(monkeypatch, "Yes.")
+    for provider in ("openai", "hosted_vllm"):
+        answer = litellm.completion(model=f"{provider}/fake", **asked)
+        assert answer.choices[0].message.content == "Yes." and answer.usage.completion_tokens == 1
+        chunks = litellm.completion(model=f"{provider}/fake", stream=True, **asked)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Yes."
+
+
+def test_llama_index(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    like = pytest.importorskip("llama_index.llms.openai_like", reason=missing("llama-index-llms-openai-like"))
+    model = like.OpenAILike(
+        model="fake", api_base=f"{server.url}/v1", api_key="-", is_chat_model=True, is_function_calling_model=True
+    )
+    say(monkeypatch, "Yes.")
+    assert str(model.complete("a")) == "Yes."
+    assert "".join(chunk.delta or "" for chunk in model.stream_complete("a")) == "Yes."
+    say(monkeypatch, json.dumps([{"name": "City", "parameters": {"city": "Rome"}}]))
+    core = pytest.importorskip("llama_index.core")
+    assert model.structured_predict(City, core.PromptTemplate("a")) == City(city="Rome")
+
+
+SCRIPT = """
+import OpenAI from "openai";
+const client = new OpenAI({ baseURL: process.argv[2], apiKey: "-", maxRetries: 0 });
+const messages = [{ role: "user", content: "a" }];
+const answer = await client.chat.completions.create({ model: "fake", messages });
+let streamed = "";
+for await (const chunk of await client.chat.completions.create({ model: "fake", messages, stream: true })) {
+  streamed += chunk.choices[0]?.delta?.content ?? "";
+}
+console.log(JSON.stringify([answer.choices[0].message.content, streamed]));
+"""
+
+
+def test_openai_of_npm(server: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where ``NODE_PATH`` has the package."""
+    modules = Path(os.environ.get("NODE_PATH", ""))
+    if shutil.which("node") is None or not (modules / "openai").is_dir():
+        pytest.skip("NODE_PATH has no openai: npm install openai, and give the path of node_modules")
+    say(monkeypatch, "Yes.")
+    (tmp_path / "node_modules").symlink_to(modules.resolve())
+    (tmp_path / "chat.mjs").write_text(SCRIPT)
+    command = ["node", str(tmp_path / "chat.mjs"), f"{server.url}/v1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["Yes.", "Yes."]
