@@ -27,7 +27,7 @@ from lamina.cluster.sizing import ClusterPlan
 from lamina.control.agent_messages import Start
 from lamina.core.errors import LaminaError
 from lamina.core.requests import Drawn
-from lamina.core.topology import Role, Topology
+from lamina.core.topology import Pool, Topology
 from lamina.core.types import Client, FinishReason
 from lamina.engine.engine import Engine
 from lamina.engine.updates import TokenUpdate
@@ -236,7 +236,7 @@ class Simulation:
     def _begin(self, server: SimulatedServer, cluster: Cluster, limits: Limits) -> None:
         """Start the engine."""
 
-        def save(topology: Topology, wanted: Mapping[Role, int]) -> None:
+        def save(topology: Topology, wanted: Mapping[Pool, int]) -> None:
             assert cluster.fabric is not None
             self.saved = msgspec.msgpack.encode(
                 Saved.from_topology(cluster.fabric, topology, wanted, limits.max_model_len)

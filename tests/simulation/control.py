@@ -15,7 +15,7 @@ from lamina.control.liveness import Liveness
 from lamina.control.messages import Failed, Inspect, Resources, ToEngine, ToWorker
 from lamina.control.sockets import Bootstrap, ControlClient, ControlServer, decode
 from lamina.core.errors import DeadlineError, UnreachableError
-from lamina.core.topology import Role, Topology
+from lamina.core.topology import Pool, Role, Topology
 from lamina.dataplane.transport_choice import Transport
 from lamina.memory import worker as memory
 from lamina.worker.fence import Fence
@@ -102,7 +102,7 @@ class Processes(Launcher):
         self.refuses = False
         self._left_out = set[str]()
 
-    def default_kind(self, role: Role) -> str:
+    def default_kind(self, pool: Pool) -> str:
         return "cpu"
 
     def validate_pool(self, role: Role, kind: str, count: int) -> None:

@@ -13,7 +13,7 @@ from lamina.cluster.pool import CPU, LOCAL
 from lamina.cluster.refusals import refusals
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
-from lamina.core.types import SamplingParams
+from lamina.core.types import Partition, SamplingParams
 from tests.simulation.model import LAYERS, VOCABULARY
 
 LONGEST = 160  # tokens of a request
@@ -61,7 +61,7 @@ def _layout(chance: random.Random) -> Layout:
     if local:
         memories -= 1
     computes, units = (replicas + prefill) * ranks * stages, (replicas + prefill) * stages
-    partition = chance.choice(["auto", "auto", "token", "request", "head"])
+    partition: Partition = chance.choice(["auto", "auto", "token", "request", "head"])
     longest = None if partition == "request" else chance.choice([None, None, 40])
     sequences = chance.choice([2, 4, 4, 8])
     spills = chance.random() < 0.3
