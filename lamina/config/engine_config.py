@@ -112,7 +112,7 @@ class EngineConfig:
     activation_dtype: Annotated[
         ActivationDType,
         Meaning(
-            "Element type of the inputs of linear layers whose weights are held as int8 or int4. auto is dtype. int8 "
+            "Element type of the inputs of int8 and int4 layers. auto is dtype. int8 "
             "rounds them to one byte with a scale per token and 128 inputs or fewer, which makes prompts and large "
             "batches faster and logits less exact. Needs CPUs with AVX-512 and VNNI.",
             group="Model",
@@ -317,7 +317,7 @@ class EngineConfig:
     max_restarts: Annotated[
         int,
         Meaning(
-            "Most lost workers of a pool replaced in ten minutes; the ranks and stages of a copy of the weights are "
+            "Most lost workers of a pool replaced in ten minutes. The ranks and stages of a copy of the weights are "
             "replaced together and count as one. Also the most restarts of a server's engine. Beyond that, lost "
             "workers are not replaced; the engine runs while each pool has a worker.",
             unit="workers",

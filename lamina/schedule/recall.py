@@ -44,17 +44,17 @@ class Recall:
 
     def keep(self, found: Iterable[Computed]) -> None:
         """Reserve slots for sequences; those on places that are no more, or without enough free slots, are released."""
-        placement = self._placement
         for one in found:
-            segments = placement.collect(one.segments)
-            reserved = {} if segments is None else by_worker(segments, 0, one.tokens)
-            if segments is None or not placement.fits(reserved):
-                self._prefixes.free_unused(one.sequence)
-                continue
-            for place, tokens in reserved.items():
-                placement.reserve_on(place, tokens)
-            kept = _Kept(one.index, one.sequence, one.tokens, segments, reserved)
-            self._kept.setdefault(one.request, []).append(kept)
+            segments = self._placement.collect(one.segments) or []
+            kept = _Kept(one.index, one.sequence, one.tokens, segments, {})
+            for place, tokens in by_worker(segments, 0, one.tokens).items():
+                if tokens <= self._placement.left(place):  # places may share workers: one after the other
+                    self._placement.reserve_on(place, tokens)
+                    kept.reserved[place] = tokens
+            if sum(kept.reserved.values()) == one.tokens:
+                self._kept.setdefault(one.request, []).append(kept)
+            else:
+                self._free(kept)
 
     def claim(self, request: Request, drawn: Drawn | None) -> None:
         """Note that a request has come again, which goes on from what it has ``drawn``."""

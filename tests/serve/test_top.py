@@ -59,10 +59,12 @@ def test_lanes_are_bars_of_what_took_most_of_each_part() -> None:
 
 
 def test_quantiles_are_of_what_has_come_since() -> None:
-    then, now = [[1.0, 5.0], [2.0, 5.0], [None, 5.0]], [[1.0, 5.0], [2.0, 9.0], [None, 9.0]]
+    then: list[list[Any]] = [[1.0, 5.0], [2.0, 5.0], [None, 5.0]]
+    now: list[list[Any]] = [[1.0, 5.0], [2.0, 9.0], [None, 9.0]]
     found = quantile(now, then, 0.5)
     assert found is not None and math.isclose(found, 1.5) and quantile(now, now, 0.5) is None
-    assert quantile([[1.0, 0.0], [None, 3.0]], [[1.0, 0.0], [None, 0.0]], 0.9) == 1.0
+    beyond: list[list[Any]] = [[1.0, 0.0], [None, 3.0]]
+    assert quantile(beyond, [[1.0, 0.0], [None, 0.0]], 0.9) == 1.0
 
 
 def test_it_is_printed_once_where_the_output_is_no_terminal(

@@ -1,0 +1,45 @@
+"""Slots of what an earlier engine's requests have kept: reserved until they come again, then cached or free."""
+
+import itertools
+
+from lamina.control.messages import Computed
+from lamina.core.heads import HeadShards
+from lamina.core.types import Request, SamplingParams, Segment
+from lamina.kv.placement import Placement
+from lamina.kv.prefix_cache import PrefixCache
+from lamina.kv.stripes import StripedPlacement
+from lamina.schedule.recall import Recall
+
+HALVES = [Segment(7, "memory0", (0, 2), (0, None)), Segment(7, "memory1", (2, 4), (0, None))]
+
+
+def recall(placement: Placement) -> tuple[Recall, PrefixCache]:
+    prefixes = PrefixCache(placement, itertools.count(8))
+    return Recall(placement, prefixes, 0), prefixes
+
+
+def kept(tokens: int, *segments: Segment) -> Computed:
+    return Computed("request", 0, 7, tokens, list(segments))
+
+
+def test_a_request_that_comes_again_finds_its_tokens_and_the_slots_are_not_reserved_any_more() -> None:
+    placement = Placement({"memory0": 100})
+    under_test, prefixes = recall(placement)
+    under_test.keep([kept(40, Segment(7, "memory0", (0, 4), (0, None)))])
+    assert placement.reserved == {"memory0": 40}
+    request = Request("request", None, [*range(30)], SamplingParams(), 0)
+    under_test.claim(request, {0: [*range(30, 38)]})  # two more have been computed than anybody was told of
+    under_test.settle()
+    assert placement.reserved == {"memory0": 0} and placement.idle == {"memory0": 38}
+    (fork,), released = prefixes.changes()
+    assert (fork.parent, fork.tokens, released) == (7, 38, [7])
+
+
+def test_what_nobody_comes_for_or_has_no_place_is_released() -> None:
+    for segments, tokens in (([HALVES[0]], 40), (HALVES, 120), (HALVES, 40)):  # half of it, too much, and right
+        placement = StripedPlacement({"memory0": 50, "memory1": 50}, HeadShards(4, 2))
+        under_test, prefixes = recall(placement)
+        under_test.keep([kept(tokens, *segments)])
+        assert sum(placement.reserved.values()) == (40 if (segments, tokens) == (HALVES, 40) else 0)
+        under_test.drop()
+        assert not any(placement.reserved.values()) and prefixes.changes() == ([], [7])
