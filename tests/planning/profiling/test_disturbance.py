@@ -21,9 +21,9 @@ def test_children_count_as_own_until_and_after_they_end() -> None:
     with subprocess.Popen([sys.executable, "-c", SPIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None and child.stdin is not None
         child.stdout.readline()
-        assert measure._own_seconds() - before >= SPIN_S
+        assert measure._own_seconds() - before > 0.8 * SPIN_S  # the kernel counts ticks
         child.stdin.write(b"\n")
-    assert child.returncode == 0 and measure._own_seconds() - before >= SPIN_S
+    assert child.returncode == 0 and measure._own_seconds() - before > 0.8 * SPIN_S
 
 
 @pytest.mark.parametrize(("others", "said"), [(0.0, False), (QUIET / 2, False), (0.3, True), (1.0, True)])
