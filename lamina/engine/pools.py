@@ -153,23 +153,23 @@ class Pools:
         pipeline, limits, config = self._pipeline, self._fabric.plan.limits, self._fabric.plan.config
         if change.count % pipeline.workers:
             raise ConfigError(
-                f"a replica has {pipeline.workers} compute workers, which does not divide {abs(change.count)}; "
+                f"a replica has {pipeline.workers} compute workers, and {abs(change.count)} is no multiple of that; "
                 f"give prefill a multiple of {pipeline.workers}"
             )
         if self.topology.local:
             raise ConfigError(
-                "the KV of a prompt is in the memory of the replica that ran it, and stays there, so that no other "
-                "one can decode it; start with memory workers alone, such as --memory cpu:1, to scale prefill"
+                "the KV of a prompt is in the memory of the replica that ran it, and stays there, so no other replica "
+                "can decode it; start with only memory workers, such as --memory cpu:1, to scale prefill"
             )
         if config.pipelining == "rotational":
             raise ConfigError(
-                "lanes visit all replicas in turn, and so those for prompts and those that decode; start without "
-                "--pipelining rotational to scale prefill"
+                "rotating lanes visit all replicas, so none can be kept for prompts; start without --pipelining "
+                "rotational to scale prefill"
             )
         if not pipeline.interchangeable and limits.max_sequences > limits.max_num_batched_tokens:
             raise ConfigError(
                 f"{limits.max_sequences} sequences may decode at once, and one step has at most "
-                f"{limits.max_num_batched_tokens}: a replica that decodes alone has no room for them. Start with "
+                f"{limits.max_num_batched_tokens}: a replica that only decodes has no room for them. Start with "
                 f"--max-num-seqs {limits.max_num_batched_tokens} at most to scale prefill"
             )
 
@@ -190,7 +190,7 @@ class Pools:
         if self._pipeline.workers > 1:
             raise ConfigError(
                 f"replicas of {self._pipeline.workers} compute workers neither join nor leave while the engine serves: "
-                "scale memory alone"
+                "scale only memory"
             )
 
     def _check_growth(self, pool: Pool, kind: str, count: int) -> None:
