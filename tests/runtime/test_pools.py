@@ -120,6 +120,37 @@ def test_workers_of_both_kinds_leave_and_what_they_hold_goes_on_elsewhere(
         engine.close()
 
 
+@pytest.mark.parametrize("parts", sweep({"ranks": "tensor_parallel", "stages": "pipeline_parallel"}, ["ranks"]))
+def test_replicas_of_several_workers_join_and_leave_as_a_whole(
+    parts: str,
+    checkpoint: Path,
+    undisturbed: list[list[CompletionOutput]],
+) -> None:
+    """The replica that joins decodes; then it leaves while requests run, and no process of it is left."""
+    workers = Killable()
+    engine = launch(config(checkpoint, 2, 1, lanes=2, **{parts: 2}), workers=workers)
+    try:
+        streams = Streams(engine, REQUESTS)
+        assert sorted(engine.scale(compute=2).result(JOIN_S)) == ["compute2", "compute3"]
+        assert engine.topology.replicas == (("compute0", "compute1"), ("compute2", "compute3"))
+        assert_same(streams.results(), undisturbed)
+        streams = Streams(engine, REQUESTS)
+        streams.wait_for_tokens(100)
+        pids = workers.pids
+        assert sorted(engine.scale(compute=-2).result(JOIN_S)) == ["compute2", "compute3"]
+        assert engine.topology.replicas == (("compute0", "compute1"),)
+        assert not [name for name in ("compute2", "compute3") if psutil.pid_exists(pids[name])]
+        assert_same(streams.results(), undisturbed)
+        with pytest.raises(ConfigError, match="the compute pool has 2, of which 2 must stay: 2 cannot leave"):
+            engine.scale(compute=-2).result(JOIN_S)
+        with pytest.raises(ConfigError, match="a replica has 2 compute workers, which does not divide 1"):
+            engine.scale(compute=1).result(JOIN_S)
+        stats = engine.stats()
+        assert stats.recoveries == stats.recomputed == 0 and engine.topology.epoch.number == 1
+    finally:
+        engine.close()
+
+
 def test_the_last_workers_of_both_pools_are_replaced_while_requests_wait(
     checkpoint: Path,
     undisturbed: list[list[CompletionOutput]],
