@@ -39,7 +39,7 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
             for shared in (False, True):
                 order = sizing.pipeline(config, count, shared)
                 assert order.replicas * order.stages * order.ranks == count
-                for one in (order.start, *order.choices):
+                for one in (order.first_arrangement, *order.choices):
                     visited = {
                         worker for lane in range(one.lanes) for worker in order.workers_of(lane, rotates=one.rotates)
                     }

@@ -1,6 +1,7 @@
 """Decode steps over local memory as one recording each, on emulated GPUs: the logits of steps that run by slices."""
 
 import logging
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ class Counting(Emulated):
 
     recorded = 0
 
-    def capture(self, work: Replay) -> Replay:
+    def capture(self, work: Callable[[], object]) -> Replay:
         self.recorded += "RecordedSteps" in work.__qualname__
         return super().capture(work)
 
@@ -88,7 +89,7 @@ def test_padding_rows_append_nothing() -> None:
 class Refusing(Emulated):
     """Records slices, and nothing that asks more of a backend than to launch kernels."""
 
-    def capture(self, work: Replay) -> Replay:
+    def capture(self, work: Callable[[], object]) -> Replay:
         if "RecordedSteps" in work.__qualname__:
             raise RuntimeError("operation not permitted when stream is capturing")
         return super().capture(work)
@@ -112,6 +113,11 @@ def test_a_recording_must_not_allocate_copy_or_wait() -> None:
     from lamina.kernels.gpu.interpreter import Interpreter
 
     backend, array = Interpreter(), np.zeros(4, np.float32)
-    for what in (lambda: backend.empty((1,), np.int32), lambda: backend.upload(array, array), backend.download):
+    forbidden: tuple[Callable[[], object], ...] = (
+        lambda: backend.empty((1,), np.int32),
+        lambda: backend.upload(array, array),
+        backend.download,
+    )
+    for what in forbidden:
         with pytest.raises(RuntimeError, match="which a recording must not do"):
-            Emulated().capture(lambda what=what: what())
+            Emulated().capture(what)

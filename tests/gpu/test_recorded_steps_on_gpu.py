@@ -2,6 +2,7 @@
 
 import pytest
 
+from lamina.lowering.gpu_slices import Main
 from tests.support.local_steps import LocalWorker, check_steps
 
 pytestmark = pytest.mark.gpu
@@ -16,7 +17,7 @@ def test_a_recorded_step_gives_the_logits_of_slices(family: str) -> None:
     class Unfused(Cuda):
         """Fuses no operators, which would take a minute."""
 
-        def compiled(self, graph: object) -> None:
+        def compiled(self, graph: Main) -> Main | None:
             return None
 
     kit = Unfused(0)

@@ -221,7 +221,7 @@ def check_greedy(
     assert got == [greedy(reference, prompt, tokens) for prompt in prompts]
     assert {segment.worker for output in outputs for segment in output.placement} == holders
     if kv_tokens_per_worker is None:  # else cached parts of sequences are counted too
-        assert all(memory.sequences <= 4 for memory in stats.memory.values())
+        assert all(memory.sequences <= 4 for memory in stats.memory.values()), stats.memory
 
 
 def worker_processes(parent: psutil.Process | None = None) -> dict[str, psutil.Process]:

@@ -89,7 +89,7 @@ class Cuda:
             torch._C._cuda_endAllocateToPool(self.place.index, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def compiled(self, graph: Main) -> Main:
+    def compiled(self, graph: Main) -> Main | None:
         torch._inductor.config.compile_threads = 1  # no processes besides, which might outlive this one
         torch._dynamo.config.recompile_limit = MOST_COMPILED
         compiled: Main = torch.compile(graph, dynamic=True, fullgraph=True)

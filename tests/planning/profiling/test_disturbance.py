@@ -4,31 +4,26 @@ import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
 
 from lamina.planning.profiling import measure
 from lamina.planning.profiling.measure import QUIET, Watch
 
-SPIN = "import time\nwhile time.monotonic() < {until}: pass"
-
-
-def own_share(work: Callable[[], object]) -> float:
-    """Core seconds counted as this process's own while ``work`` runs, for each second of it."""
-    begun, own = time.monotonic(), measure._own_seconds()
-    work()
-    return (measure._own_seconds() - own) / (time.monotonic() - begun)
+SPIN_S = 0.3  # of a core
+SPIN = f"import time\nwhile time.process_time() < {SPIN_S}: pass\nprint(flush=True)\ninput()"
 
 
 def test_children_count_as_own_until_and_after_they_end() -> None:
-    def child() -> None:
-        until = time.monotonic() + 0.4
-        command = [sys.executable, "-c", SPIN.format(until=until)]
-        subprocess.run(command, check=True, timeout=60)
-
-    # On a busy machine a child gets less than its core; a process that only sleeps gets nothing.
-    assert own_share(child) > 2 * own_share(lambda: time.sleep(0.2)) + 0.02
+    before = measure._own_seconds()
+    time.sleep(0.2)
+    assert measure._own_seconds() - before < SPIN_S / 2
+    with subprocess.Popen([sys.executable, "-c", SPIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdin is not None
+        child.stdout.readline()
+        assert measure._own_seconds() - before > 0.8 * SPIN_S  # the kernel counts ticks
+        child.stdin.write(b"\n")
+    assert child.returncode == 0 and measure._own_seconds() - before > 0.8 * SPIN_S
 
 
 @pytest.mark.parametrize(("others", "said"), [(0.0, False), (QUIET / 2, False), (0.3, True), (1.0, True)])
