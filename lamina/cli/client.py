@@ -225,9 +225,9 @@ def scale(
     memory: Annotated[
         str | None, typer.Option(help="Memory workers to add or remove: +2 or -1, or with their kind: rtx3090:+2.")
     ] = None,
-    compute: Annotated[str | None, typer.Option(help="Compute workers to add or remove.")] = None,
+    compute: Annotated[str | None, typer.Option(help="Compute workers to add or remove: whole replicas.")] = None,
     prefill: Annotated[
-        str | None, typer.Option(help="Compute workers that only run prompts, to add or remove.")
+        str | None, typer.Option(help="Compute workers that only run prompts, to add or remove: whole replicas.")
     ] = None,
     url: Url = LOCAL_URL,
 ) -> None:

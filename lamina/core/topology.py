@@ -204,11 +204,15 @@ class Topology(msgspec.Struct, frozen=True):
         first = tuple(by_name[name] for name in prefills)
         return Topology(self.epoch, (*first, *(one for one in members if one.name not in prefills)), pipeline)
 
-    def left(self, leaver: str, pipeline: Pipeline) -> "Topology":
-        """Return the topology without an idle member, in the same epoch. ``pipeline`` has the replicas left.
+    def left(self, leavers: Collection[str], pipeline: Pipeline) -> "Topology":
+        """Return the topology without idle members, in the same epoch.
+
+        Args:
+            leavers: A memory worker, or all compute workers of a replica.
+            pipeline: The pipeline with the replicas that remain.
 
         Raises ValueError if a role would have no member.
         """
-        if role := self.lacks([leaver]):
-            raise ValueError(f"no {role} worker is left without {leaver}")
-        return Topology(self.epoch, tuple(member for member in self.members if member.name != leaver), pipeline)
+        if role := self.lacks(leavers):
+            raise ValueError(f"no {role} worker is left without {', '.join(sorted(leavers))}")
+        return Topology(self.epoch, tuple(member for member in self.members if member.name not in leavers), pipeline)

@@ -361,11 +361,12 @@ class Leaves:
         back = []
         for leaver in list(self._leavers.values()):
             others = [one.name for one in topology.members if one.role == leaver.role and one.name not in self.names]
-            if leaver.stage is LeaveStage.DRAINING and not others:
-                del self._leavers[leaver.name]
-                back.append(leaver.name)
-                if leaver.role == "memory":
-                    self._scheduler.resume(leaver.name)
+            if leaver.stage is LeaveStage.DRAINING and not others and leaver.name in self._leavers:
+                for name in topology.whole_replicas([leaver.name]):
+                    del self._leavers[name]
+                    back.append(name)
+                    if leaver.role == "memory":
+                        self._scheduler.resume(name)
         return back
 
     def turn(self, members: Collection[str]) -> list[str]:

@@ -123,8 +123,11 @@ class Pools:
         Where one of ``prefill`` and ``compute`` grows and the other one shrinks, replicas change their role instead, as
         far as the kinds of their workers allow. Raises ConfigError, with nothing changed, if a change is impossible.
         """
+        for pool in COMPUTE_POOLS:
+            if pool in changes:
+                self._require_whole_replicas(pool, changes[pool].count)
         if "prefill" in changes:
-            self._require_roles(changes["prefill"])
+            self._require_roles()
         leavers = {pool: self._leavers(pool, one) for pool, one in changes.items() if one.count < 0}
         turning = self._turners(changes, leavers)
         joiners = {pool: one.count - [*turning.values()].count(pool) for pool, one in changes.items() if one.count > 0}
@@ -133,8 +136,8 @@ class Pools:
             if count:
                 self._check_growth(pool, kinds[pool], count)
         going = [name for names in leavers.values() for name in names if name not in turning]
-        if any(self.topology.pool_of(name) != "memory" for name in going):
-            self._require_single_workers()
+        if self.topology.local and any(self.topology.pool_of(name) != "memory" for name in going):
+            self._require_single_workers("holds KV, and does not leave")
         self._leaves.validate_leave(going, self.topology)
         resize.left = len(turning) + len(going) + sum(joiners.values())
         for pool, change in changes.items():
@@ -145,17 +148,21 @@ class Pools:
         for name in going:
             self._leaves.begin_leave(name, self.topology)
         for pool, count in joiners.items():
-            for _ in range(count):
-                self._start(pool, (kinds[pool],), resize)
+            together = 1 if pool == "memory" else self._pipeline.workers
+            for _ in range(count // together):
+                self._start(pool, (kinds[pool],) * together, resize)
 
-    def _require_roles(self, change: PoolChange) -> None:
+    def _require_whole_replicas(self, pool: Pool, count: int) -> None:
+        workers = self._pipeline.workers
+        if count % workers:
+            raise ConfigError(
+                f"a replica has {workers} compute workers, and {abs(count)} is no multiple of that; "
+                f"give {pool} a multiple of {workers}"
+            )
+
+    def _require_roles(self) -> None:
         """Raise ConfigError if this cluster cannot have a prefill pool."""
         pipeline, limits, config = self._pipeline, self._fabric.plan.limits, self._fabric.plan.config
-        if change.count % pipeline.workers:
-            raise ConfigError(
-                f"a replica has {pipeline.workers} compute workers, and {abs(change.count)} is no multiple of that; "
-                f"give prefill a multiple of {pipeline.workers}"
-            )
         if self.topology.local:
             raise ConfigError(
                 "the KV of a prompt is in the memory of the replica that ran it, and stays there, so no other replica "
@@ -186,28 +193,26 @@ class Pools:
                 return dict.fromkeys(fitting[len(fitting) - count :], grown)
         return {}
 
-    def _require_single_workers(self) -> None:
+    def _require_single_workers(self, why: str) -> None:
         if self._pipeline.workers > 1:
             raise ConfigError(
-                f"replicas of {self._pipeline.workers} compute workers neither join nor leave while the engine serves: "
-                "scale only memory"
+                f"a replica of {self._pipeline.workers} compute workers {why} while the engine serves: "
+                "remove only memory workers"
             )
 
     def _check_growth(self, pool: Pool, kind: str, count: int) -> None:
         role = role_of(pool)
-        if role == "compute":
-            self._require_single_workers()
         coming = self._joins.count(pool) if role == "memory" else self._coming_computes
         same = sum(member.role == role and member.kind == kind for member in self.topology.members)
         self._fabric.launcher.validate_pool(role, kind, same + coming + count)
         if role == "memory":
             return
-        replicas = len(self.topology.computes) + coming + count
+        replicas = (len(self.topology.computes) + coming + count) // self._pipeline.workers
         slices = len(self._fabric.memory_setup.attentions) + 1
         if self._pipeline.rotates and replicas > slices:
             raise ConfigError(
-                f"the model has {slices} slices, too few for {replicas} compute workers to take turns in every step; "
-                f"have at most {slices} compute workers, or start with --pipelining fixed"
+                f"the model has {slices} slices, too few for {replicas} replicas to take turns in every step; "
+                f"have at most {slices} replicas, or start with --pipelining fixed"
             )
 
     @property
@@ -225,7 +230,8 @@ class Pools:
                 f"the {pool} pool has {len(members)}, of which {least} must stay: {count} cannot leave. "
                 f"Let fewer leave, or add others first"
             )
-        candidates = [one.name for one in members if change.kind in ("", one.kind)]
+        apart = topology.whole_replicas([one.name for one in members if change.kind not in ("", one.kind)])
+        candidates = [one.name for one in members if one.name not in apart]
         if count > len(candidates):
             found = ", ".join(f"{kind}:{number}" for kind, number in Counter(one.kind for one in members).items())
             raise ConfigError(f"the {pool} pool has {found}: {count} of kind {change.kind} cannot leave")
@@ -245,7 +251,7 @@ class Pools:
                 self._start(pool, kinds, resize)
             elif resize is not None:
                 log.warning("a %s worker does not join: %s", pool, error)
-                self.wanted[pool] -= 1
+                self.wanted[pool] -= len(kinds)
                 resize.fail(error)
             else:
                 self._replace(pool, kinds, error)
@@ -359,7 +365,7 @@ class Pools:
         for wish in self._workers.wishes():
             try:
                 if wish.leaver and wish.role == "compute":
-                    self._require_single_workers()
+                    self._require_single_workers("does not move to another machine")
                 if not wish.leaver:
                     self._start_offered(wish.role, wish.kind)
                 elif wish.leaver in self.topology.names and wish.leaver not in self._leaves.names:
@@ -413,13 +419,16 @@ class Pools:
                 self._turn_role(name, following)
         # While a pool has no worker, those of the other one stay: a topology has members of both roles when one leaves.
         for name in self._leaves.ready if self.topology.serves and not self._joins.is_linking else ():
-            if name in self._turning:
+            if name in self._turning or name not in self.topology.names:
                 continue
-            following = self._left(name)
+            leavers = self.topology.whole_replicas([name])
+            following = self._left(leavers)
             if self._may_adopt(following):
                 others = following.names
                 self.topology = following
-                self._leaves.part(name, self._adopt(following), others)
+                change = self._adopt(following)
+                for one in leavers:
+                    self._leaves.part(one, change, others)
                 self._fabric.keep_members(others)
 
     def _may_adopt(self, following: Topology) -> bool:
@@ -455,8 +464,9 @@ class Pools:
     def _joined(self, joiners: Sequence[Member], pool: Pool) -> Topology:
         return self.topology.joined(joiners, self._pipeline_with({pool: len(joiners)}))
 
-    def _left(self, name: str) -> Topology:
-        return self.topology.left(name, self._pipeline_with({self.topology.pool_of(name): -1}))
+    def _left(self, leavers: Collection[str]) -> Topology:
+        pool = self.topology.pool_of(next(iter(leavers)))
+        return self.topology.left(leavers, self._pipeline_with({pool: -len(leavers)}))
 
     def _turned(self, name: str) -> Topology:
         """Return the topology in which the replica of ``name`` has its other role."""

@@ -28,7 +28,7 @@ def test_another_engine_only_finds_members_that_all_others_know(events: list[tup
             sent[joiner.name], known[joiner.name] = [], topology.names
         elif what == "leave" and not ending and len(memories) > 1:
             number += 1
-            topology = topology.left(memories[place % len(memories)], topology.pipeline)
+            topology = topology.left([memories[place % len(memories)]], topology.pipeline)
         elif what == "lose" and len(memories) > 1:
             topology, ending = topology.without([memories[place % len(memories)]]), True
             record.on_workers_lost(known.keys() - topology.names)

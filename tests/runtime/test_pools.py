@@ -120,6 +120,37 @@ def test_workers_of_both_kinds_leave_and_what_they_hold_goes_on_elsewhere(
         engine.close()
 
 
+@pytest.mark.parametrize("parts", sweep({"ranks": "tensor_parallel", "stages": "pipeline_parallel"}, ["ranks"]))
+def test_replicas_of_several_workers_join_and_leave_as_a_whole(
+    parts: str,
+    checkpoint: Path,
+    undisturbed: list[list[CompletionOutput]],
+) -> None:
+    """The replica that joins decodes; then it leaves while requests run, and no process of it is left."""
+    workers = Killable()
+    engine = launch(config(checkpoint, 2, 1, lanes=2, **{parts: 2}), workers=workers)
+    try:
+        streams = Streams(engine, REQUESTS)
+        assert sorted(engine.scale(compute=2).result(JOIN_S)) == ["compute2", "compute3"]
+        assert engine.topology.replicas == (("compute0", "compute1"), ("compute2", "compute3"))
+        assert_same(streams.results(), undisturbed)
+        streams = Streams(engine, REQUESTS)
+        streams.wait_for_tokens(100)
+        pids = workers.pids
+        assert sorted(engine.scale(compute=-2).result(JOIN_S)) == ["compute2", "compute3"]
+        assert engine.topology.replicas == (("compute0", "compute1"),)
+        assert not [name for name in ("compute2", "compute3") if psutil.pid_exists(pids[name])]
+        assert_same(streams.results(), undisturbed)
+        with pytest.raises(ConfigError, match="the compute pool has 2, of which 2 must stay: 2 cannot leave"):
+            engine.scale(compute=-2).result(JOIN_S)
+        with pytest.raises(ConfigError, match="a replica has 2 compute workers, and 1 is no multiple of that"):
+            engine.scale(compute=1).result(JOIN_S)
+        stats = engine.stats()
+        assert stats.recoveries == stats.recomputed == 0 and engine.topology.epoch.number == 1
+    finally:
+        engine.close()
+
+
 def test_the_last_workers_of_both_pools_are_replaced_while_requests_wait(
     checkpoint: Path,
     undisturbed: list[list[CompletionOutput]],
@@ -143,24 +174,27 @@ def test_the_last_workers_of_both_pools_are_replaced_while_requests_wait(
     assert not [name for name, pid in pids.items() if psutil.pid_exists(pid)]
 
 
+SMALL_BYTES = 90_000  # of KV: two memory workers together hold fewer tokens than ``model`` takes
+
+
 def longer_than_a_worker(engine: Engine) -> Prompt:
-    """A request for 1.5 times the slots of a memory worker; without ``max_tokens``, it may use all."""
+    """Return a request for 1.5 times the slots of a memory worker; it may use all that there are."""
     capacity = engine.stats().memory["memory0"].capacity
     prompt = [3 + number % (SERVED_VOCABULARY - 3) for number in range(3 * capacity // 2)]
-    return prompt, SamplingParams(temperature=0.0, ignore_eos=True)
+    return prompt, SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
 @pytest.mark.slow
 def test_a_request_that_comes_between_a_loss_and_the_successor_is_served_like_any(
-    checkpoint: Path,
+    model: Path,
 ) -> None:
     workers = Killable()
-    engine = launch(config(checkpoint, 1, 2, kv_cache_memory_bytes=100_000, max_restarts=1), workers=workers)
+    engine = launch(config(model, 1, 2, kv_cache_memory_bytes=SMALL_BYTES, max_restarts=1), workers=workers)
     try:
         request = longer_than_a_worker(engine)
         expected = Streams(engine, [request]).results()
         total = sum(memory.capacity for memory in engine.stats().memory.values())
-        assert len(expected[0][0].token_ids) == total - len(request[0]) + 1
+        assert len(request[0]) + len(expected[0][0].token_ids) == total
         workers.signal("memory1", signal.SIGKILL)
         wait_for_recoveries(engine, 1)
         assert engine.stats().memory.keys() == {"memory0"}
@@ -170,16 +204,17 @@ def test_a_request_that_comes_between_a_loss_and_the_successor_is_served_like_an
 
 
 @pytest.mark.slow
-def test_a_request_that_waits_for_a_successor_ends_once_there_will_be_none(checkpoint: Path) -> None:
+def test_a_request_that_waits_for_a_successor_ends_once_there_will_be_none(model: Path) -> None:
     workers = Broken("memory1")
-    engine = launch(config(checkpoint, 1, 2, kv_cache_memory_bytes=100_000, max_restarts=2), workers=workers)
+    engine = launch(config(model, 1, 2, kv_cache_memory_bytes=SMALL_BYTES, max_restarts=2), workers=workers)
     try:
         request = longer_than_a_worker(engine)
+        capacity = engine.stats().memory["memory0"].capacity
         workers.signal("memory1", signal.SIGKILL)
         wait_for_recoveries(engine, 1)
         (output,) = Streams(engine, [request]).wait()
-        assert f"the 1 memory workers that are left hold {len(request[0]) * 2 // 3}" in (output.error or "")
-        assert len(Streams(engine, REQUESTS[:2]).results()) == 2
+        assert f"the 1 memory workers that are left hold {capacity}." in (output.error or "")
+        assert len(Streams(engine, [REQUESTS[0], REQUESTS[2]]).results()) == 2
         with pytest.raises(RequestError, match="Shorten the prompt"):
             Streams(engine, [request])
     finally:

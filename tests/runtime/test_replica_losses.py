@@ -130,6 +130,9 @@ def test_replicas_are_replaced_as_often_as_max_restarts_says(settings: dict[str,
         os.kill(pids["compute0"], signal.SIGKILL)
         wait_for_recoveries(engine, 1)
         wait_for_whole(engine, 2, 2)
+        assert not [output.error for output in streams.wait() if output.error]
+        streams = Streams(engine, REQUESTS)
+        streams.wait_for_tokens(100)
         pids |= workers.pids
         victim = engine.topology.computes[1]
         os.kill(pids[victim], signal.SIGKILL)

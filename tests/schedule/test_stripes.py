@@ -128,7 +128,7 @@ class Striped(Driver):
         scheduler = self.turn.scheduler
         if self.leaving and scheduler.is_drained(self.leaving):
             assert self.stores.pop(self.leaving).slab.used == 0
-            self.topology = self.topology.left(self.leaving, FIXED)
+            self.topology = self.topology.left([self.leaving], FIXED)
             self.leaving = ""
             self.turn.change_members(self.topology)
         elif not self.leaving and len(self.stores) > 2 and self.chance.random() < 0.2:

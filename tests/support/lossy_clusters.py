@@ -126,7 +126,7 @@ class Losing(Cluster):
             if self.scheduler.is_drained(memory.name):
                 assert memory.slab.used == 0 and not memory.here
                 self.memories.remove(memory)
-                self.topology = self.topology.left(memory.name, self.topology.pipeline)
+                self.topology = self.topology.left([memory.name], self.topology.pipeline)
                 self._change()
 
     def deal_again(self) -> bool:
