@@ -1,6 +1,6 @@
 """Adapts model families that do not call transformers' attention interface, or that use row numbers as positions.
 
-Each adapter replaces that arithmetic in one family, and leaves weights, projections and rotary embedding alone.
+Each adapter replaces that arithmetic in one family, and keeps weights, projections and rotary embedding.
 """
 
 import re
@@ -34,7 +34,7 @@ def adapt(model: PreTrainedModel, model_type: str) -> None:
 
 
 def knows_positions(model_type: str) -> bool:
-    """True for families that know positions by alibi alone, and so take no ``position_ids``."""
+    """Return whether a family takes no ``position_ids``, since its only use of positions is ALiBi."""
     return model_type in ("bloom", "mpt")
 
 

@@ -28,7 +28,7 @@ from lamina.splitter.split_model import Weight
 
 @dataclass(frozen=True)
 class Capture:
-    """A model as one graph of functional operators over flat rows.
+    """A model as one graph of functional operators over rows, one per token, without a batch dimension.
 
     Attributes:
         graph: placeholders for weights, constants, ids [T] and positions [T]; one output, logits [T, vocab].
@@ -36,8 +36,8 @@ class Capture:
         constants: placeholder name -> buffer name.
         ids: placeholder of the token ids.
         positions: placeholder of the positions.
-        representatives: for each slice of the whole model, the equal slice of ``graph``.
-        shapes: every weight of the whole model.
+        representatives: for each slice of the whole model, the number of the equal slice of ``graph``.
+        shapes: shape and element type of every weight of the whole model except tied ones.
         ties: name of a tied weight -> name of the weight that it shares.
         buffer: returns the value of a constant of the whole model, by name.
     """
@@ -84,7 +84,9 @@ def capture(config: PretrainedConfig, dtype: DType) -> Capture:
     ties: dict[str, str] = dict(model.all_tied_weights_keys)
     flat = _Flat(model, takes_positions="position_ids" in inspect.signature(model.forward).parameters)
     if not flat.takes_positions and not adapters.knows_positions(config.model_type):
-        raise UnsupportedModelError(f"{type(model).__name__} takes no position_ids, so tokens cannot be batched by row")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} takes no position_ids, so tokens of several requests cannot share a batch"
+        )
     with torch.no_grad():
         recorder = _record(flat, mode, config)
         records = recorder.records()
@@ -92,7 +94,7 @@ def capture(config: PretrainedConfig, dtype: DType) -> Capture:
         modules = dict(model.named_modules())
         layers = _layers(model, len(records) - 1)
         del layers[prefix:]
-        with _tracing(config):
+        with _unsupported_on_error(config):
             written = write_operators(flat, mode, recorder.writes_in_place)
     names = {name: target.removeprefix("model.") for name, target in written.tensors.items()}
     weights = {name: ties.get(target, target) for name, target in names.items() if target in shapes}
@@ -125,7 +127,7 @@ def _build(config: PretrainedConfig, dtype: DType, mode: FakeTensorMode) -> Any:
             )
             adapters.adapt(model, config.model_type)
             adapters.keep_in_float32(model, dtype)
-    except Exception as error:  # families' own checks raise any type
+    except Exception as error:  # model code of transformers may raise any type
         raise UnsupportedModelError(f"transformers cannot build {config.model_type!r} as a decoder: {error}") from error
     return model.eval()
 
@@ -133,8 +135,8 @@ def _build(config: PretrainedConfig, dtype: DType, mode: FakeTensorMode) -> Any:
 def _record(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> LayerRecorder:
     """Run the whole model once on fake tensors, and check that each layer has exactly one attention."""
     recorder = LayerRecorder(flat.model)
-    # Models choose operators by whether they are being compiled; the record must see those that are captured.
-    with _tracing(config), _compiling_state_context(), mode, recorder:
+    # Models use other operators while they are compiled; the record must have the operators that are captured later.
+    with _unsupported_on_error(config), _compiling_state_context(), mode, recorder:
         flat(torch.zeros(EXAMPLE_ROWS, dtype=torch.long), torch.arange(EXAMPLE_ROWS))
     found, layers = recorder.attentions, config.num_hidden_layers
     if found != layers:
@@ -152,8 +154,8 @@ def _record(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> Laye
 
 
 @contextmanager
-def _tracing(config: PretrainedConfig) -> Iterator[None]:
-    """Convert any exception while the model runs to UnsupportedModelError."""
+def _unsupported_on_error(config: PretrainedConfig) -> Iterator[None]:
+    """Convert any exception of the model's code to UnsupportedModelError."""
     try:
         yield
     except UnsupportedModelError:
@@ -167,17 +169,18 @@ def _untraceable(config: PretrainedConfig, error: Exception) -> UnsupportedModel
     if rope:
         return UnsupportedModelError(
             f"model type {config.model_type!r}: its rotary embedding, of type {rope!r}, takes its frequencies from the "
-            "longest sequence of a batch, so tokens cannot be batched by row; give a model of another rope_type"
+            "longest sequence of a batch, so tokens of several requests cannot share a batch; give a model of another "
+            "rope_type"
         )
     reason = str(error).strip().splitlines()
     return UnsupportedModelError(
-        f"model type {config.model_type!r} cannot be traced for any number of tokens: {type(error).__name__}: "
+        f"model type {config.model_type!r} cannot be traced with a variable number of tokens: {type(error).__name__}: "
         f"{reason[0] if reason else 'no reason given'}"
     )
 
 
 def _rope_by_length(config: PretrainedConfig) -> str | None:
-    """Return the rope_type of a layer whose rotary embedding depends on the sequence length, if any."""
+    """Return the first rope_type whose frequencies depend on the sequence length; None if there is none."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for all layers, or one per type
     return next((kind["rope_type"] for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")), None)

@@ -107,8 +107,8 @@ def partition(captured: Capture) -> Partition:
 
 
 def _replicable(captured: Capture) -> set[fx.Node]:
-    """Return the nodes that each slice computes itself: they depend on ids, positions and constants alone, or on
-    weights alone."""
+    """Return the nodes that each slice computes itself: they depend only on ids, positions and constants, or only on
+    weights."""
     placeholders = {node for node in captured.graph.nodes if node.op == "placeholder"}
     on_weights = {node for node in placeholders if node.name in captured.weights}
     constants = {node for node in placeholders if node.name in captured.constants}

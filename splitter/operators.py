@@ -271,8 +271,8 @@ def _value(stretch: int, place: Hashable) -> _Name:
 class LayerRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators that run inside it, by *stretch*: the operators from one attention to the next.
 
-    Enter it inside the fake tensor mode of ``model``. Layers with equal stretches are equal. Tensors that depend on the
-    model's inputs alone (positions, cos, sin) have the same name everywhere, and their operators are not recorded: a
+    Enter it inside the fake tensor mode of ``model``. Layers with equal stretches are equal. Tensors that depend only on
+    the model's inputs (positions, cos, sin) have the same name everywhere, and their operators are not recorded: a
     model may compute them once or in every layer.
 
     Attributes:
@@ -284,7 +284,7 @@ class LayerRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.writes_in_place = False
         self._stretches: list[list[Hashable]] = [[]]
         self._names: dict[int, _Name] = {}
-        self._global: dict[Hashable, int] = {}  # values that depend on inputs alone, numbered by how they are computed
+        self._global: dict[Hashable, int] = {}  # values that depend only on inputs, numbered by how they are computed
         self._alive: list[Tensor] = []  # so that no id() is reused
         for name, weight in [*model.named_parameters(), *model.named_buffers()]:
             self._assign(weight, _weight(name))

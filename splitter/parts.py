@@ -24,14 +24,14 @@ WHOLE: Part = {}
 
 @dataclass(frozen=True)
 class Rank:
-    """One of ``count`` processes that share every slice of a model: a tensor-parallel replica."""
+    """One of the ``count`` processes of a tensor-parallel replica, each of which runs a part of every slice."""
 
     number: int
     count: int
 
 
 ONLY = Rank(0, 1)
-"""The rank of a replica of one process."""
+"""The only rank of a replica without tensor parallelism."""
 
 
 class MixesError(ValueError):
@@ -39,12 +39,12 @@ class MixesError(ValueError):
 
 
 def block(size: int, rank: int, ranks: int) -> Indices:
-    """Return the indices of ``rank`` among ``size``: contiguous, and nearly as many for every rank."""
+    """Return the contiguous indices below ``size`` that ``rank`` holds; the ranks' counts differ by at most 1."""
     return np.arange(rank * size // ranks, (rank + 1) * size // ranks)
 
 
 def union(parts: Iterable[Part], shape: Sequence[Any]) -> Part:
-    """Return the smallest part of a tensor of ``shape`` that includes all of ``parts``, which are not empty."""
+    """Return the smallest part of a tensor of ``shape`` that includes all of ``parts``, at least one part."""
     first, *others = parts
     joined = dict(first)
     for other in others:
@@ -80,7 +80,10 @@ def reshaped(part: Part, old: Sequence[Any], new: Sequence[Any]) -> Part:
 
 
 def _groups(old: Sequence[Any], new: Sequence[Any]) -> list[tuple[list[int], list[int]]]:
-    """Return groups of dimensions of ``old`` and ``new`` with equal products of sizes, from the last to the first."""
+    """Return pairs of groups of dimensions of ``old`` and ``new`` whose sizes have equal products, from the last back.
+
+    The final pair is the rest: all dimensions that could not be matched, possibly none.
+    """
     groups = []
     i, j = len(old), len(new)
     while i and j:
@@ -108,7 +111,7 @@ def _groups(old: Sequence[Any], new: Sequence[Any]) -> list[tuple[list[int], lis
 
 
 def positions(held: Indices | None, wanted: Indices) -> Indices:
-    """Return the positions of the indices ``wanted`` among the indices ``held`` (None: all)."""
+    """Return the positions of the indices ``wanted`` among the indices ``held``; None: all indices are held."""
     if held is None:
         return wanted
     places = np.searchsorted(held, wanted)
@@ -117,7 +120,7 @@ def positions(held: Indices | None, wanted: Indices) -> Indices:
 
 
 def runs(indices: Indices) -> Runs:
-    """Return the contiguous ranges of ``indices``."""
+    """Return the contiguous ranges of ``indices``, which ascend."""
     if not len(indices):
         return ()
     ends = np.flatnonzero(np.diff(indices) != 1)

@@ -1,15 +1,15 @@
 """Checks that the rows of a captured graph are independent outside of its attentions.
 
 A slice runs over rows of any number of sequences at once, and over one new token at a time. That is correct only if
-row t of every result depends on row t of the inputs alone. A convolution over time or a state-space scan violates this
+row t of every result depends only on row t of the inputs. A convolution over time or a state-space scan violates this
 without changing any shape, so operators are checked by their effect on the token dimension. A model that uses row
 numbers as positions violates it too: a row number may select rows, but no value may be computed from it.
 Mixture-of-expert layers may sort rows by expert, if they restore the order, which ``depends_on_order`` checks.
 
 ``mixing`` and ``numbering`` check the operators that they know. ``depends_on_order`` checks all operators by running
-the graph with its rows in two orders and alone. It needs no weights: a matrix of weights is replaced by a random matrix
-of rank 2 and the same shape, the result of an attention by random numbers that belong to its row. All values have
-float64, so that rounding errors are far below any effect of order.
+the graph with its rows in two orders, and with single rows. It needs no weights: a matrix of weights is replaced by a
+random matrix of rank 2 and the same shape, the result of an attention by random numbers that belong to its row. All
+values have float64, so that rounding errors are far below any effect of order.
 """
 
 import zlib

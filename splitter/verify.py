@@ -28,7 +28,7 @@ def verify_capture(captured: Capture) -> None:
 
 
 def verify_order(captured: Capture) -> None:
-    """Check that a row has the same results in any order of rows, and alone."""
+    """Check that a row has the same results in any order of rows, and without other rows."""
     wrong = depends_on_order(captured)
     _require(wrong is None, f"the result {wrong!r} of a token depends on the other tokens of a step, or their order")
 

@@ -1,6 +1,6 @@
-"""Allocates arenas, anonymous files (memfd) mapped into memory, and registers their pages with devices.
+"""Allocates arenas: anonymous files (memfd) mapped into memory. Registers pages of memory with devices.
 
-The kernel removes an anonymous file with its last user, however processes end.
+The kernel frees an anonymous file once no process has it open or mapped, however processes end.
 """
 
 import fcntl
@@ -20,13 +20,15 @@ logger = logging.getLogger(__name__)
 
 MEMFD_NAME = "lamina-arena"
 PAGE = 4096
-_SLOWER = "%s, and copies messages more slowly; raise the limit of locked memory (ulimit -l)"
+_SLOWER = "%s: messages are copied more slowly; raise the limit of locked memory (ulimit -l)"
 
 
 class MappedArena:
-    """An arena of this process. Views stay valid, and keep the memory, after the endpoint has closed.
+    """Views of the memory of an ``OwnArena``, and its doorbells. Views stay valid after arena and endpoint have closed.
 
     Attributes:
+        nbytes: size without doorbells.
+        doorbells: number of doorbells.
         sequence: returns the number with which a doorbell was last rung; a native function, called for every message.
     """
 
@@ -44,11 +46,12 @@ class MappedArena:
 
 @dataclass(frozen=True)
 class OwnArena:
-    """Memory of this process into which peers write. The caller of ``allocate`` closes it.
+    """The file and the mapping of memory of this process into which peers write. The caller of ``allocate`` closes it.
 
     Attributes:
-        fd: descriptor of the file; the mapping outlives it.
+        fd: descriptor of the file; the mapping stays valid after it is closed.
         identity: random number that distinguishes the arena from a later one with the same descriptor or port.
+        native: the mapping.
     """
 
     fd: int
@@ -79,17 +82,17 @@ def allocate(endpoint: str, nbytes: int, doorbells: int) -> OwnArena:
 
 
 class Pages:
-    """Registers pages of memory with a device, each page once: ranges may share pages.
+    """Registers pages of memory with a device. No page is registered twice, although ranges may share pages.
 
     Args:
         register: registers a run of pages, given its address and bytes.
-        unregister: ends the registration at an address.
+        unregister: ends the registration of the run that begins at an address.
     """
 
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
         self._register, self._unregister = register, unregister
         self._known = set[int]()
-        self._runs: list[tuple[int, int]] = []  # [start, stop) that were registered at once
+        self._runs: list[tuple[int, int]] = []  # [start, stop) of each call of ``register``
 
     def register(self, at: int, nbytes: int) -> None:
         """Register the pages of [at, at + nbytes) that are not registered."""
@@ -99,11 +102,11 @@ class Pages:
             self._known.update(range(first, first + count))
 
     def covers(self, at: int, nbytes: int) -> bool:
-        """True if one call has registered all of [at, at + nbytes)."""
+        """Return whether a single registration covers all of [at, at + nbytes)."""
         return any(start <= at and at + nbytes <= stop for start, stop in self._runs)
 
     def cuts(self, at: int, nbytes: int) -> bool:
-        """True if some of [at, at + nbytes) is registered, but no single call has registered all of it."""
+        """Return whether some of [at, at + nbytes) is registered, but no single registration covers all of it."""
         return not self.covers(at, nbytes) and any(start < at + nbytes and at < stop for start, stop in self._runs)
 
     def clear(self) -> None:
@@ -114,22 +117,26 @@ class Pages:
 
 
 class HostMemory:
-    """Registers host memory for messages with a device.
+    """Registers host memory with a device, which then copies messages faster.
 
     Attributes:
-        own: memory into which peers write, never unregistered. A copy from it must not span two registrations.
+        own: pages into which peers write. They stay registered until a registration fails. A copy from them must not
+            span two registrations.
     """
 
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
-        """A TransportError of ``register`` is logged as a warning: without registration, messages are only slower."""
+        """Take the arguments of ``Pages``. A TransportError of ``register`` is only logged: messages are then slower."""
         self._calls = register, unregister
         self.own = Pages(register, unregister)
         self._failed = False
         self._peers: dict[str, tuple[Buffer, Pages]] = {}
 
     def register_own(self, memory: Buffer) -> None:
-        """Register memory of this process. After a failure, nothing is registered any more, since no copy may span
-        registered and other memory."""
+        """Register memory of this process.
+
+        If that fails, all of ``own`` is unregistered, and later calls do nothing: no copy may span registered and
+        unregistered memory.
+        """
         if self._failed:
             return
         try:
@@ -140,7 +147,7 @@ class HostMemory:
             self._failed = True
 
     def register_peer(self, peer: str, memory: Buffer) -> bool:
-        """Register memory of a peer until ``unregister_peer``. Returns False if that fails."""
+        """Register memory of a peer until ``unregister_peer``. Return whether that succeeds."""
         self.unregister_peer(peer)
         pages = Pages(*self._calls)
         try:
@@ -163,7 +170,7 @@ def _address(memory: Buffer) -> int:
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return ascending numbers as runs (first, count)."""
+    """Return the runs of consecutive numbers, each as (first, count). ``numbers`` ascend."""
     found: list[tuple[int, int]] = []
     for number in numbers:
         if found and sum(found[-1]) == number:

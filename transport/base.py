@@ -119,8 +119,8 @@ class Endpoint(Protocol):
     def write(self, peer: Peer, offset: int, data: Part) -> None:
         """Copy ``data`` into the peer's arena at ``offset``.
 
-        Raises ValueError outside the arena; PeerLostError once the peer is known to have exited (``wait`` detects
-        that, a write alone may not).
+        Raises ValueError outside the arena; PeerLostError once the peer is known to have exited: ``wait``
+        detects that, ``write`` itself may not.
         """
 
     def ring(self, peer: Peer, doorbell: int, sequence: int) -> None:

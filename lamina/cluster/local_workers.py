@@ -92,7 +92,7 @@ def start_process(
                 stdin=stdin,
                 stdout=subprocess.DEVNULL,
                 env=environment,
-                process_group=0,  # so that Ctrl-C in a terminal reaches the parent alone
+                process_group=0,  # so that Ctrl-C in a terminal reaches only the parent
             )
         ours.write(msgspec.msgpack.encode(bootstrap))
     return process

@@ -206,8 +206,8 @@ def memory_pool(text: str | None, compute: tuple[PoolEntry, ...], apart: bool) -
     ``text`` None: ``local`` beside one CPU worker of this machine, unless other settings concern memory workers
     (``apart``).
     """
-    alone = compute == (PoolEntry(CPU, 1),)
-    return parse(text if text is not None else LOCAL if alone and not apart else CPU)
+    is_one_cpu = compute == (PoolEntry(CPU, 1),)
+    return parse(text if text is not None else LOCAL if is_one_cpu and not apart else CPU)
 
 
 def size(text: str | None) -> int:

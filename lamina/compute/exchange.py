@@ -37,7 +37,7 @@ from lamina.splitter.parts import ONLY, Rank
 
 @dataclass(frozen=True)
 class RemoteShare:
-    """The part of a step that one memory worker attends."""
+    """The part of a step whose attention one memory worker computes."""
 
     channel: Channel
     rows: MessageRows
@@ -144,12 +144,12 @@ class StepExchange:
 
     @property
     def local_rows(self) -> int:
-        """Number of rows of prompt chunks, for which ``attend_chunks`` computes partials."""
+        """Number of rows of prompt chunks: ``attend_chunks`` computes a partial for each."""
         return 0 if self._chunks is None else len(self._chunks.rows)
 
     @property
     def only_table(self) -> Table | None:
-        """What all rows attend to, if they decode over KV that is all in this worker's own memory; None otherwise."""
+        """The one table that all rows attend to, if all KV of the step is in this worker's memory; None otherwise."""
         return None if self._share is None or self._remotes or self._chunks is not None else self._share.only_table
 
     def send_requests(self, index: int, spec: AttentionSpec, output: SliceOutput) -> None:

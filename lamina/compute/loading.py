@@ -79,8 +79,8 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
         if not is_out_of_memory(error):
             raise
         raise ConfigError(
-            f"{control.device} has too little memory for the weights and a step of {setup.rows} rows, of which "
-            f"{setup.sequences} draw tokens: {error}. Lower max_num_batched_tokens or max_num_seqs, raise "
+            f"{control.device} has too little memory for the weights and a step of {setup.rows} rows, "
+            f"{setup.sequences} of which draw tokens: {error}. Lower max_num_batched_tokens or max_num_seqs, raise "
             "gpu_memory_utilization, or use a GPU with more memory"
         ) from error
     control.send(

@@ -36,7 +36,7 @@ class LocalMemory:
         self.store, _, _ = make_store(control, contextlib.ExitStack())  # without a disk there is nothing to close
         self._rank = rank
         self.usage = UsageReports(control, self.store)
-        # By lane: other lanes attend between the attention of a step and the merge of its result.
+        # By lane: between a step's attention and the merge of its result, other lanes may attend.
         self._partials = collections.defaultdict[int, Partials](dict)
 
     def apply_plan(self, plan: StepPlan) -> "LocalShare | None":
@@ -51,7 +51,7 @@ class LocalMemory:
 
 
 class LocalShare:
-    """The part of one step in local memory. Planned once per step, used by every attention.
+    """Attends to the KV of one step in local memory. Planned once per step, used by every attention.
 
     Attributes:
         worker: Name of the worker.
@@ -60,34 +60,36 @@ class LocalShare:
     """
 
     def __init__(self, store: KvStore, tables: StepTables, partials: Partials, rank: Rank = ONLY) -> None:
-        """``partials``: results by shape, overwritten by every ``attend``."""
+        """``partials``: result arrays by shape, which every ``attend`` overwrites."""
         rows, shards = tables.rows, store.shards.range_of_rank(rank.number, rank.count)
         self.worker, self.queries = store.worker, rows.queries
         self._store, self._tables, self._partials = store, tables, partials
         self._count = count = len(shards)
         total, sent = count * sum(len(step.tokens) for step in tables.plan.sequences), store.device.sent
         self._new: Index | None = None
-        kept, slots = rows.appends, tables.slots
-        if tables.appends:  # attention keeps them
-            self._new = _indices(kept, total, sent) if count == 1 else sent(kept)
-            kept, slots = kept[:0], slots[:0]
-        if rows.pulled or count > 1:  # else they are in order
+        stored, slots = rows.appends, tables.slots  # what ``attend`` stores before attention
+        if tables.appends:  # attention itself stores these rows
+            self._new = _indices(stored, total, sent) if count == 1 else sent(stored)
+            stored, slots = stored[:0], slots[:0]
+        if rows.pulled or count > 1:  # otherwise the rows ascend already
             spans = [(np.arange(chunk.row, chunk.row + chunk.rows), chunk.shard) for chunk in rows.pulled]
             pulled = [each * count + shard - shards.start for each, shard in spans]
-            kept, slots = np.concatenate([kept, *pulled]), np.concatenate([slots, tables.pulled_slots])
-            order = np.argsort(kept)
-            kept, slots = kept[order], slots[order]
-        self._kept, self._slots = _indices(kept, total, sent), sent(slots)
-        # With several shards, one shard after another.
-        self._asking = _indices(self.queries, total, sent) if count == 1 else sent(self.queries)
-        self._merges = any(tables.further)  # partials over several segments, on the host
+            stored, slots = np.concatenate([stored, *pulled]), np.concatenate([slots, tables.pulled_slots])
+            order = np.argsort(stored)
+            stored, slots = stored[order], slots[order]
+        self._stored, self._slots = _indices(stored, total, sent), sent(slots)
+        # ``queries`` as an index of rows, or of shards of rows: those go shard by shard and are never all in order.
+        self._query_index = _indices(self.queries, total, sent) if count == 1 else sent(self.queries)
+        self._merges = any(tables.further)  # the host merges partials, since some rows attend to several segments
 
     @functools.cached_property
     def only_table(self) -> Table | None:
-        """What all rows of the step attend to, in order, while their k and v are appended. None for other steps: with
-        prompt chunks, or of which a part is elsewhere."""
+        """The one table that all rows of the step attend to, in order, while they append k and v.
+
+        None if the step has prompt chunks or a part elsewhere.
+        """
         tables = self._tables
-        in_order = self._count == 1 and isinstance(self._asking, slice) and isinstance(self._new, slice)
+        in_order = self._count == 1 and isinstance(self._query_index, slice) and isinstance(self._new, slice)
         stores = len(self._slots) > 0 or tables.order.stores is not None or len(tables.order.after) > 0
         if not in_order or stores or self._merges or len(tables.tables) != 1 or len(tables.tables[0]) != 1:
             return None
@@ -96,14 +98,14 @@ class LocalShare:
     def attend(self, layer: int, q: Array, k: Array, v: Array) -> Partial | None:
         """Store k [T, Hkv, D] and v [T, Hkv, Dv] of the step's tokens, then attend with its rows of q [T, Hq, D].
 
-        All three are device arrays. Returns (out [R, Hq, Dv], lse [R, Hq]) for ``queries``, in device or host memory,
-        valid until the next call; None without queries. Hq counts the heads of a shard in the result.
+        All three are device arrays. Returns (out [R, Hq, Dv], lse [R, Hq]) of ``queries`` in device or host memory,
+        valid until the next call; None if there are no queries. In the result, Hq is the number of heads of a shard.
         """
         if self._count > 1:
             q, k, v = (_sharded(array, self._count) for array in (q, k, v))
         device = self._store.device
         if len(self._slots):
-            device.keep(layer, k[self._kept], v[self._kept], self._slots)
+            device.keep(layer, k[self._stored], v[self._stored], self._slots)
         self._store.watermarks.on_stored(self._tables.order, layer)
         new = None if self._new is None else New(k[self._new], v[self._new], self._tables.sent_slots)
         if not len(self.queries):
@@ -114,20 +116,20 @@ class LocalShare:
         if key not in self._partials:
             self._partials.clear()
             self._partials[key] = device.results(count, spec) if self._merges else device.made(count, spec)
-        partial, asked = self._partials[key], q[self._asking]
+        partial, queries = self._partials[key], q[self._query_index]
         if not self._merges:
-            self._store.attend_there(layer, self._tables, asked, *partial, new)
+            self._store.attend_there(layer, self._tables, queries, *partial, new)
             return partial
-        for _ in self._store.attend(layer, self._tables, 0, asked, *partial, new):
-            pass  # a memory worker would serve other messages here
+        for _ in self._store.attend(layer, self._tables, 0, queries, *partial, new):
+            pass  # where a memory worker would serve other messages
         return partial
 
 
 def _indices(rows: Array, total: int, sent: Callable[[Array], Array]) -> Index:
-    """Return an index that selects ``rows`` of ``total`` rows: a slice if these are all rows, else an array."""
+    """Return an index that selects ``rows`` of ``total`` rows: a slice if ``rows`` are all of them, else an array."""
     return slice(None) if len(rows) == total else sent(rows)
 
 
 def _sharded(array: Array, count: int) -> Array:
-    """Rows [T, H, D] as shards of rows [T * count, H / count, D]."""
+    """View rows [T, H, D] as shards of rows [T * count, H / count, D]."""
     return array.reshape(len(array) * count, -1, array.shape[2])

@@ -6,7 +6,7 @@ from lamina.lowering import LoweredSlice, Workspace
 
 
 class Rows:
-    """Token ids and positions of a step, int64 [rows], and the values that slices derive from positions alone.
+    """Token ids and positions of a step, int64 [rows], and the values that slices derive only from positions.
 
     Attributes:
         workspace: Memory for the step's slices. It may come from an earlier step with as many rows.

@@ -166,8 +166,8 @@ class GpuRunner(GpuCarrier):
 
     def recorded_steps(self, memory: Any) -> RecordedSteps | None:
         every = range(len(self.attentions) + 1)
-        alone = self._fusion is not None and self.slices == every
-        if not alone or not all(piece.capturable for piece in self._slices.values()):
+        runs_whole_model = self._fusion is not None and self.slices == every
+        if not runs_whole_model or not all(piece.capturable for piece in self._slices.values()):
             return None
         return RecordedSteps(self, self._kit, memory.fixed_table)
 
