@@ -64,6 +64,7 @@ class Fabric:
         links: Transport of each linked pair.
         clocks: The clocks of other machines, by host, where a timeline is recorded.
         pinned: Workers whose arenas RDMA may pin, which have no space for links beyond those at the start.
+        most_links: Most links that each worker's arena has room for, by name; unknown for workers of an earlier engine.
     """
 
     launcher: Launcher
@@ -76,6 +77,7 @@ class Fabric:
     links: dict[Pair, Choice] = field(default_factory=dict)
     clocks: dict[str, Clock] = field(default_factory=dict)
     pinned: set[str] = field(default_factory=set)
+    most_links: dict[str, int] = field(default_factory=dict)
 
     @functools.cached_property
     def slab(self) -> SlabSize:
@@ -93,16 +95,18 @@ class Fabric:
         if hello.rdma and Transport.RDMA in self.transports and not self.plan.config.tls:
             self.pinned.add(name)
 
-    def register(self, member: Member, topology: Topology) -> Register:
-        """Return the arena of a member, with room for its links to the other members of ``topology``."""
-        spare, plan, computes = 0 if member.name in self.pinned else SPARE_LINKS, self.plan, topology.computes
-        memories = len(topology.memories)
+    def register(self, member: Member, topology: Topology, missing: int = 0) -> Register:
+        """Return the arena of a member, with room for its links to the other members of ``topology``, and to the
+        ``missing`` workers that are still to join."""
+        spare = missing + (0 if member.name in self.pinned else SPARE_LINKS)
+        plan, computes, memories = self.plan, topology.computes, len(topology.memories)
         if member.role == "compute":
             own = computes.index(member.name)
             linked = sum(topology.pipeline.exchanges(own, other) for other in range(len(computes)))
             size = self.sizes.compute_arena(1 + linked, memories, spare)
         else:
             size = self.sizes.memory_arena(len(computes), memories, spare)
+        self.most_links[member.name] = size.links
         spin_s = plan.machines.spins_s().get(boot(member.host), SPIN_S)
         return Register(size, list(self.transports), spin_s, plan.config.tls, plan.is_open)
 
@@ -114,6 +118,7 @@ class Fabric:
         """Forget offers and links of all workers but ``members``."""
         for name in self.offers.keys() - set(members):
             del self.offers[name], self.greetings[name]
+            self.most_links.pop(name, None)
         for pair in [pair for pair in self.links if not set(pair) <= set(members)]:
             del self.links[pair]
 
@@ -280,14 +285,18 @@ def local_setup(setup: MemorySetup) -> MemorySetup:
     return msgspec.structs.replace(setup, overlap=Overlap(), overcommit=1.0, polling="host")
 
 
-def enter(control: ControlServer, fabric: Fabric, topology: Topology, joiners: Sequence[Member]) -> Conversation[None]:
+def enter(
+    control: ControlServer, fabric: Fabric, topology: Topology, joiners: Sequence[Member], missing: int
+) -> Conversation[None]:
     """Link prepared workers with each other and with the other members of ``topology``.
+
+    ``missing``: number of workers that are to join as well, for whose links the arenas get room.
 
     Raises TransportError if two workers cannot be linked.
     """
     names = [joiner.name for joiner in joiners]
     for joiner in joiners:
-        control.send([joiner.name], fabric.register(joiner, topology))
+        control.send([joiner.name], fabric.register(joiner, topology, missing))
     registered: dict[str, Registered] = yield Ask(Registered, names, CONNECT_TIMEOUT_S)
     own = {name: registered[name].offer for name in names}
     slots = fabric.slots(topology, names)
