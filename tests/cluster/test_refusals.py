@@ -53,7 +53,7 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
         ({"tensor_parallel": 2}, ["cpu"] * 3, ["cpu"], "2 x 1 = 2 compute workers, which does not divide 3"),
         ({"tensor_parallel": 2, "pipeline_parallel": 2}, ["cpu"] * 6, ["cpu"], "give --compute a multiple of 4"),
         ({"tensor_parallel": 2}, ["a100", "a100", "a100", "h100"], ["cpu"], "tensor_parallel 2 of a100 and h100"),
-        ({"tensor_parallel": 2, "autoscale": "compute=1:2"}, ["cpu"] * 2, ["cpu"], "scale memory alone"),
+        ({"tensor_parallel": 2, "autoscale": "compute=1:2"}, ["cpu"] * 2, ["cpu"], "autoscale memory alone"),
         ({"autoscale": "prefill=1:2", "slo_tbt_ms": 50}, ["cpu"] * 3, ["cpu"], "without slo_ttft_ms and slo_tbt_ms"),
         ({**BALANCED, "autoscale": "prefill=1:2"}, ["cpu"], ["cpu"], "one at least must decode; give --compute 2"),
         ({**BALANCED, "autoscale": "prefill=1:1"}, ["cpu"] * 2, ["local"], "stays there; use memory workers"),
