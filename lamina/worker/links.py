@@ -327,11 +327,14 @@ class Links:
         self._members &= topology.names
 
     def change_members(self, topology: Topology) -> None:
-        """Make the linked peers in ``topology`` members, and end the links to members that are not in it."""
+        """Make the peers in ``topology`` members, and end the links to members that are not in it.
+
+        A peer whose link was cut is a member as well: until the epoch ends without the peer, this worker waits for it.
+        """
         for name in self._members - topology.names:
             self.disconnect(name)
             self._left.add(name)
-        self._members = set(topology.names & self._links.keys())
+        self._members = set(topology.names & self._leases.keys())
 
     def remove_peers(self, names: Sequence[str]) -> None:
         """End the leases of peers whose processes have ended."""

@@ -324,3 +324,23 @@ def test_another_engine_ends_the_leases_of_those_that_left(incarnations: int) ->
     following = Epoch(FIRST.incarnation + incarnations, FIRST.number + 1)
     worker.end_epoch(msgspec.structs.replace(rest, epoch=following))
     assert len(worker.links.grant(Grant({"joiner": SLOT})).leases) == incarnations
+
+
+@pytest.mark.parametrize("joining", [False, True])
+def test_an_epoch_does_not_begin_without_a_peer_whose_link_was_cut_before_a_change(joining: bool) -> None:
+    """The cut peer, perhaps one that has just joined, is still a member, and plans still send it messages."""
+    worker, cut = Cluster().workers["compute0"], "memory0"
+    if joining:
+        worker.links.change_members(ALL.left(cut, ALL.pipeline))
+        worker.links.remove_peers([cut])
+        worker.links.grant(Grant({cut: SLOT}))
+    worker.fence.on_peer_lost(PeerLostError(cut, "nothing has come from it"))
+    changed = ALL.left("memory2", ALL.pipeline)
+    worker.links.change_members(changed)
+    worker.end_epoch(changed.without(["memory1"]))
+    for _ in NAMES:
+        worker.stand_by()
+    ended = worker.control.sent[-1]
+    assert isinstance(ended, EpochEnded)
+    assert cut in ended.missing
+    assert not worker.fence.open
