@@ -119,7 +119,7 @@ def launch(
     if config.trace is not None:
         receivers.append(partial(write_trace, Path(config.trace)))
     find_policy(config.policy, config.slo_ttft_ms)  # raises before anything is started
-    sizing.check(config, model, len(pools["compute"]))
+    sizing.require_limits(config, model, len(pools["compute"]))
     trace = bool(receivers)
     if home is not None and home.saved is not None:
         launcher: Workers = home.workers

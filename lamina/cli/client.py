@@ -18,19 +18,19 @@ from lamina.config.environment import environment
 from lamina.core.errors import ConfigError, EngineDeadError, RequestError, TransportError, UserError
 
 STATUS_S = 5.0
-ADMINISTER_S = 1800.0  # compute workers load weights first
+ADMINISTER_S = 1800.0  # the server answers once workers have joined: compute workers load weights before
 TOKEN_S = 600.0
-"""Longest wait for the next token, and so for a place in the queue and the prompt."""
+"""Longest wait for the next token. The first token waits for the queue and the prompt too."""
 
-END_S = 180.0  # open answers may finish, workers exit by themselves
+END_S = 180.0  # from the answer to "stop" until the server stops listening: requests and workers may finish
 POLL_S = 0.2
-BAR = 20  # characters of a memory worker's slots
+BAR = 20  # characters of the bar that shows a memory worker's slots
 
 Url = Annotated[str, typer.Option(help="Address of the server.")]
 LOCAL_URL = "http://127.0.0.1:8000"
 
 ROLES = {"prefill": ", runs prompts", "decode": ", decodes"}
-"""What a status line says of a compute worker that does not do both."""
+"""What a status line adds for a compute worker that only runs prompts, or only decodes."""
 
 Sample = tuple[Mapping[str, str], float]
 
@@ -38,7 +38,7 @@ Sample = tuple[Mapping[str, str], float]
 def open_url(
     server: str, path: str, timeout_s: float, body: Any = None, headers: Mapping[str, str] | None = None
 ) -> http.client.HTTPResponse:
-    """Return the answer of a server, whatever its status. ``body``: sent as JSON with POST.
+    """Return the response of a server, also if its status is an error. ``body``: sent as JSON with POST.
 
     Raises ConfigError if ``server`` is not the URL of an HTTP server, TransportError if none answers there.
     """
@@ -100,7 +100,7 @@ def _unhealthy(health: str) -> str:
 
 
 def _fetch(server: str, path: str) -> tuple[int, str]:
-    """Return status (200 or 503) and body. Raises ConfigError for any other answer."""
+    """Return the status (200 or 503) and body of a response. Raises ConfigError for any other status."""
     try:
         with open_url(server, path, STATUS_S) as response:
             if response.status not in (HTTPStatus.OK, HTTPStatus.SERVICE_UNAVAILABLE):
@@ -117,13 +117,13 @@ def placement_lines(answer: str) -> list[str]:
     """
     try:
         found = json.loads(answer)
-        shown = [line for worker, one in found["workers"].items() for line in _worker_lines(worker, one)]
+        shown = [line for worker, use in found["workers"].items() for line in _worker_lines(worker, use)]
         moves, cache = found["moves"], found["prefix_cache"]
-        going = [f"{one['tokens']} tokens {one['source']} -> {one['target']}" for one in moves["in_progress"]]
+        going = [f"{move['tokens']} tokens {move['source']} -> {move['target']}" for move in moves["in_progress"]]
         share = f" ({cache['hit'] / cache['queried']:.0%})" if cache["queried"] else ""
         return [
             *shown,
-            f"imbalance {found['imbalance']:.2f} (fullest over mean)",
+            f"imbalance {found['imbalance']:.2f} (fullest worker over mean)",
             f"moves     {moves['completed']} completed, {moves['refused']} refused, {moves['cancelled']} cancelled"
             + (f"; now {', '.join(going)}" if going else ""),
             f"prefixes  {cache['hit']} of {cache['queried']} tokens found{share}",
@@ -134,19 +134,22 @@ def placement_lines(answer: str) -> list[str]:
         ) from error
 
 
-def _worker_lines(worker: str, one: Mapping[str, Any]) -> list[str]:
-    capacity, used, cached = max(one["capacity"], 1), one["used"], one["cached"]
+def _worker_lines(worker: str, use: Mapping[str, Any]) -> list[str]:
+    capacity, used, cached = max(use["capacity"], 1), use["used"], use["cached"]
     full = -(-BAR * used // capacity)
     bar = "#" * full + "+" * min(-(-BAR * cached // capacity), BAR - full)
-    largest = ", ".join(f"{request} {tokens}" for request, tokens in list(one["largest_requests"].items())[:4])
+    largest = ", ".join(f"{request} {tokens}" for request, tokens in list(use["largest_requests"].items())[:4])
     return [
-        f"{worker:<9} [{bar:.<{BAR}}] {used} used, {cached} cached of {one['capacity']} slots",
+        f"{worker:<9} [{bar:.<{BAR}}] {used} used, {cached} cached of {use['capacity']} slots",
         *([f"{'':<9} {largest}"] if largest else []),
     ]
 
 
 def lines(metrics: str) -> list[str]:
-    """Return lines that report on a scrape of metrics. Raises ConfigError if the metrics are not Lamina's."""
+    """Return the lines of `lamina status` for an answer of ``GET /metrics``.
+
+    Raises ConfigError if the answer is not Lamina's.
+    """
     from prometheus_client.parser import text_string_to_metric_families
 
     samples: dict[str, list[Sample]] = {}
@@ -220,7 +223,7 @@ def administer(server: str, path: str, body: Any) -> list[str]:
 
 def scale(
     memory: Annotated[
-        str | None, typer.Option(help="Memory workers to add or remove: +2, -1, or with a kind rtx3090:+2.")
+        str | None, typer.Option(help="Memory workers to add or remove: +2 or -1, or with their kind: rtx3090:+2.")
     ] = None,
     compute: Annotated[str | None, typer.Option(help="Compute workers to add or remove: whole replicas.")] = None,
     prefill: Annotated[
@@ -230,18 +233,18 @@ def scale(
 ) -> None:
     """Add workers to a running server, or remove some, while it answers requests.
 
-    Returns once all have joined or left. The KV of a memory worker that leaves moves to others first, or is computed
-    again. On a Ray cluster, Ray places the workers that join, for which its autoscaler may start nodes. The server and
-    this command need the same key in LAMINA_ADMIN_KEY.
+    Returns once all have joined or left. Before a memory worker leaves, its KV moves to others, or is computed again
+    there. On a Ray cluster, Ray places new workers, and its autoscaler may start nodes for them. The server and this
+    command need the same key in LAMINA_ADMIN_KEY.
 
-    If one of the pools prefill and compute grows and the other shrinks, workers change pools and keep their weights:
-    with --prefill +1 --compute -1, a replica that decodes runs prompts from the next step on.
+    If you add to one of the pools prefill and compute and remove from the other, workers change pools and keep their
+    weights: with --prefill +1 --compute -1, a replica that decodes runs prompts from the next step on.
     """
     from lamina.cli.console import print_text
     from lamina.observe.progress import waiting
 
-    wanted = {"memory": memory, "compute": compute, "prefill": prefill}
-    changes = {pool: change for pool, change in wanted.items() if change is not None}
+    options = {"memory": memory, "compute": compute, "prefill": prefill}
+    changes = {pool: change for pool, change in options.items() if change is not None}
     if not changes:
         raise ConfigError("nothing to change; give --memory, --compute or --prefill, such as --memory +2")
     for pool, change in changes.items():
@@ -256,14 +259,14 @@ def down(
 ) -> None:
     """Stop a running server: its engine, its frontends and all its workers.
 
-    Open answers have a few seconds to finish. Workers on other machines end too: each `lamina worker` exits, and on a
-    Ray cluster the workers' actors end and their places are freed; the Ray cluster itself goes on. Returns once
-    the server does not listen any more. The server and this command need the same key in LAMINA_ADMIN_KEY.
+    Requests in progress have a few seconds to finish. Workers on other machines end too: each `lamina worker` exits;
+    on a Ray cluster, the workers' actors and placement groups are removed, and the Ray cluster itself goes on. Returns
+    once the server has stopped listening. The server and this command need the same key in LAMINA_ADMIN_KEY.
     """
     from lamina.cli.console import print_text
     from lamina.observe.progress import waiting
 
-    with waiting("Waiting for open answers and workers to end"):
+    with waiting("Waiting for requests and workers to finish"):
         workers = administer(url, "/admin/stop", {})
         where = urllib.parse.urlsplit(url)
         address = where.hostname or "", where.port or (443 if where.scheme == "https" else 80)
@@ -301,7 +304,7 @@ class RemoteModel:
             try:
                 self.name = str(json.load(response)["data"][0]["id"])
             except (http.client.HTTPException, ValueError, LookupError, TypeError) as error:
-                raise self._no_server(error) from error
+                raise self._not_openai(error) from error
 
     def answer(self, messages: Sequence[Mapping[str, str]]) -> Generator[str, None, None]:
         """Yield the answer in pieces; closing the iterator cancels it.
@@ -319,21 +322,23 @@ class RemoteModel:
                     if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
                         yield self._text(data)
             except (OSError, http.client.HTTPException) as error:
-                raise TransportError(f"the server at {self._url} ended in mid-answer: {error}") from error
+                raise TransportError(
+                    f"the connection to the server at {self._url} was lost before the end of its answer: {error}"
+                ) from error
 
     def _text(self, data: bytes) -> str:
-        """Return the piece of the answer in an event of the stream. Raises RequestError for an error."""
+        """Return the text in one event of a streamed answer. Raises RequestError if the event is an error."""
         try:
             event = json.loads(data)
             failed = str(event["error"]["message"]) if "error" in event else ""
             text = "".join(choice["delta"].get("content") or "" for choice in event.get("choices", []))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise self._no_server(error) from error
+            raise self._not_openai(error) from error
         if failed:
             raise RequestError(failed)
         return text
 
-    def _no_server(self, error: Exception) -> ConfigError:
+    def _not_openai(self, error: Exception) -> ConfigError:
         return ConfigError(f"{self._url} has no OpenAI-compatible API: {error!r}; give --url a server's address")
 
 

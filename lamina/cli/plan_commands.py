@@ -1,4 +1,4 @@
-"""The commands that start or simulate what `lamina plan` finds, and what Lamina lacks to start it."""
+"""Builds the command lines that launch or simulate a way of `lamina plan`, or says why launch cannot start it."""
 
 import shlex
 from pathlib import Path
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> str:
-    """Return the `lamina simulate` command that repeats the run behind a row of the table."""
+    """Return the `lamina simulate` command that repeats the simulation of ``trial``, a row of the plan's table."""
     from lamina.planning.plan.ways import Kind
     from lamina.planning.simulate.trial import SEED
 
@@ -38,15 +38,15 @@ def obstacle(way: "Way", shape: "ModelShape", model: str) -> str | None:
     from lamina.planning.plan.ways import Kind
 
     if way.kind is Kind.ONE_POOL:
-        return "This is another system, to compare with."
+        return "lamina launch cannot start this: it is another system, shown for comparison."
     if way.kind is Kind.APART:
-        prefill, decode = _typed_kinds(way)
+        prefill, decode = _launch_kinds(way)
         ranks = f" --tensor-parallel {way.tensor_parallel}" if way.tensor_parallel > 1 else ""
         return (
-            "lamina launch cannot start this: it does not pull the KV of prompts into the memory of the workers that "
-            f"decode. It computes prompts apart if memory workers hold the KV (--prefill {prefill}:"
-            f"{way.compute_workers} --compute {decode}:{way.memory_workers}{ranks} --memory KIND:N), which is not "
-            "ranked here; lamina simulate --prefill says what it serves."
+            "lamina launch cannot start this: it cannot move a prompt's KV to the workers that decode. With memory "
+            f"workers it can run prompts on workers of their own (--prefill {prefill}:{way.compute_workers} "
+            f"--compute {decode}:{way.memory_workers}{ranks} --memory KIND:N); that is not ranked here, but "
+            "`lamina simulate --prefill` estimates it."
         )
     lacking = missing(way, shape, model)
     return f"lamina launch cannot start this yet: it lacks {' and '.join(lacking)}." if lacking else None
@@ -56,21 +56,24 @@ def missing(way: "Way", shape: "ModelShape", model: str) -> list[str]:
     """Return what `lamina launch` lacks to start a way."""
     from lamina.cluster.pool import RUNNABLE
 
-    kinds = _typed_kinds(way)
+    kinds = _launch_kinds(way)
     lacking = [f"{kind} workers" for kind in dict.fromkeys(kinds) if kind not in RUNNABLE]
     return lacking + unquantised(shape, model, kinds[0])
 
 
-def _typed_kinds(way: "Way") -> list[str]:
-    """Return the kinds of a way's pools by the names that `lamina launch` takes."""
+def _launch_kinds(way: "Way") -> list[str]:
+    """Return the kinds of a way's pools as `lamina launch` spells them."""
     from lamina.planning.plan.hardware import ALIASES
 
-    typed = {entry: name for name, entry in ALIASES.items()}
-    return [typed.get(kind.kind, kind.kind) for kind in (way.compute, way.memory) if kind is not None]
+    spelled = {entry: name for name, entry in ALIASES.items()}
+    return [spelled.get(kind.kind, kind.kind) for kind in (way.compute, way.memory) if kind is not None]
 
 
 def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -> list[str]:
-    """Return the `lamina launch` command of a way, or why Lamina cannot serve it yet. ``sequences``: most at once."""
+    """Return the `lamina launch` command of a trial's way, or why launch cannot start it.
+
+    ``sequences``: Most sequences that run at once, for --max-num-seqs.
+    """
     way = trial.way
     if (reason := obstacle(way, shape, model)) is not None:
         return [reason]
@@ -83,7 +86,7 @@ def launch_command(way: "Way", shape: "ModelShape", model: str, batch: str) -> s
     from lamina.planning.plan.model_shapes import directory_to_launch
     from lamina.planning.plan.ways import Partition
 
-    compute, *memory = _typed_kinds(way)
+    compute, *memory = _launch_kinds(way)
     order = f" --lanes {way.lanes} --pipelining {'rotational' if way.rotates else 'fixed'}" if memory else ""
     return (
         f"lamina launch --model {shlex.quote(directory_to_launch(model))} --compute {compute}:{way.compute_workers} "
@@ -103,32 +106,33 @@ def kv_option(shape: "ModelShape") -> str:
 
 
 def _quantises(shape: "ModelShape", model: str) -> bool:
-    """Return whether a plan quantises weights that the checkpoint has unquantised."""
+    """Return whether a plan quantises the weights of an unquantised checkpoint."""
     from lamina.planning.plan.model_shapes import find
 
     return shape.weight_dtype != find(model).weight_dtype
 
 
 def unquantised(shape: "ModelShape", model: str, compute: str) -> list[str]:
-    """Return what ``lamina launch`` lacks to quantise weights as planned, for compute workers of this kind."""
+    """Return what ``lamina launch`` lacks to quantise weights as planned on compute workers of kind ``compute``."""
     lacks = _quantises(shape, model) and (compute, shape.weight_dtype) == ("cpu", "fp8")
-    return ["products of fp8 weights on CPUs"] if lacks else []
+    return ["matrix products with fp8 weights on CPUs"] if lacks else []
 
 
 def quantization_option(shape: "ModelShape", model: str, compute: str) -> str:
-    """Return the options of ``lamina launch`` for weights that a plan quantises, for compute workers of this kind."""
+    """Return the options of ``lamina launch`` that quantise weights as planned, on workers of kind ``compute``."""
     if not _quantises(shape, model) or unquantised(shape, model, compute):
         return ""
-    of_bfloat16 = (compute == "cpu" or shape.weight_dtype == "int4") and shape.dtype is not DType.BFLOAT16
-    return f" --quantization {shape.weight_dtype}" + (" --dtype bfloat16" if of_bfloat16 else "")
+    needs_bfloat16 = (compute == "cpu" or shape.weight_dtype == "int4") and shape.dtype is not DType.BFLOAT16
+    return f" --quantization {shape.weight_dtype}" + (" --dtype bfloat16" if needs_bfloat16 else "")
 
 
 def untried(shape: "ModelShape", compute: str) -> list[str]:
-    """Say what a plan for quantised weights takes for granted, for compute workers of this kind."""
+    """Return what a plan for quantised weights assumes but nobody has measured, on workers of kind ``compute``."""
     if shape.weight_dtype == "auto" or compute == "cpu":
         return []
     widened = (
-        " It multiplies 8-bit floats in 16 bits, and the plan takes devices that can to do so twice as fast."
+        " The plan assumes twice the speed on devices with 8-bit products, but Lamina multiplies 8-bit floats in 16 "
+        "bits."
         if shape.fp8
         else ""
     )

@@ -240,10 +240,10 @@ def _connect(control: ControlServer, gather: Gather, fabric: Fabric, topology: T
     for role in ("compute", "memory"):
         group = [member for member in members if member.role == role]
         for member in group:
-            control.send([member.name], fabric.register(member, topology))
+            control.send([member.name], fabric.register_message(member, topology))
         registered = gather.all(Registered, [member.name for member in group], CONNECT_TIMEOUT_S)
         fabric.offers.update({name: message.offer for name, message in registered.items()})
-    slots = fabric.slots(topology, names)
+    slots = fabric.link_slots(topology, names)
     between = {pair: each for pair, each in slots.items() if memories.issuperset(pair)}
     used = {pair: each for pair, each in slots.items() if pair not in between}
     fabric.links.update(converse(gather, link(control, plan.config.transport, fabric.offers, used)))

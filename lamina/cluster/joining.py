@@ -1,4 +1,4 @@
-"""Brings more workers into a cluster that serves: conversations with the joiners and with all members."""
+"""Adds workers to a serving cluster: has them load the model and make slabs, then links them to the members."""
 
 import functools
 import tempfile
@@ -17,8 +17,8 @@ from lamina.cluster.conversations import (
     Launcher,
 )
 from lamina.cluster.linking import Pair, SlotSizes, link
-from lamina.cluster.sizing import ClusterPlan, boot
-from lamina.cluster.slabs import SlabSize, kv_bytes_of_joiner, slab_of, slab_there, slots
+from lamina.cluster.sizing import ClusterPlan, boot_id
+from lamina.cluster.slabs import SlabSize, kv_bytes_of_joiner, slab_of, slab_there, token_slots
 from lamina.control.messages import (
     ComputeSetup,
     Connect,
@@ -57,14 +57,15 @@ class Fabric:
         launcher: Starts workers.
         plan: The workers at the start and their settings.
         loaded: The model as the first compute worker has loaded it.
-        memory_setup: The message to workers with a slab; capacities and threads may differ.
+        memory_setup: The setup message of workers with a slab; capacities and threads differ by worker.
         sizes: Sizes of messages.
         offers: Transports that each worker offers, by name.
         greetings: First message of each worker, by name.
         links: Transport of each linked pair.
-        clocks: The clocks of other machines, by host, where a timeline is recorded.
-        pinned: Workers whose arenas RDMA may pin, which have no space for links beyond those at the start.
-        most_links: Most links that each worker's arena has room for, by name; unknown for workers of an earlier engine.
+        clocks: Clock of each other machine, by host; empty unless a timeline is recorded.
+        pinned: Workers whose arenas may be pinned for RDMA. Such an arena has no space for links to later joiners.
+        most_links: Number of links that each worker's arena has room for, by name. Workers that an earlier engine has
+            started are not in it.
     """
 
     launcher: Launcher
@@ -95,11 +96,11 @@ class Fabric:
         if hello.rdma and Transport.RDMA in self.transports and not self.plan.config.tls:
             self.pinned.add(name)
 
-    def register(self, member: Member, topology: Topology, missing: int = 0) -> Register:
-        """Return the arena of a member, with room for its links to the other members of ``topology``, and to the
-        ``missing`` workers that are still to join."""
-        spare = missing + (0 if member.name in self.pinned else SPARE_LINKS)
+    def register_message(self, member: Member, topology: Topology, missing: int = 0) -> Register:
+        """Return the message that has a member allocate an arena for its links to other members of ``topology``, and to
+        ``missing`` workers that join later. Record the arena's number of links in ``most_links``."""
         plan, computes, memories = self.plan, topology.computes, len(topology.memories)
+        spare = missing + (0 if member.name in self.pinned else SPARE_LINKS)
         if member.role == "compute":
             own = computes.index(member.name)
             linked = sum(topology.pipeline.exchanges(own, other) for other in range(len(computes)))
@@ -107,7 +108,7 @@ class Fabric:
         else:
             size = self.sizes.memory_arena(len(computes), memories, spare)
         self.most_links[member.name] = size.links
-        spin_s = plan.machines.spins_s().get(boot(member.host), SPIN_S)
+        spin_s = plan.machines.spins_s().get(boot_id(member.host), SPIN_S)
         return Register(size, list(self.transports), spin_s, plan.config.tls, plan.is_open)
 
     def clock_of(self, name: str) -> Clock | None:
@@ -115,16 +116,18 @@ class Fabric:
         return self.clocks.get(self.greetings[name].host) if name in self.greetings else None
 
     def keep_members(self, members: Collection[str]) -> None:
-        """Forget offers and links of all workers but ``members``."""
+        """Forget offers, greetings and links of all workers except ``members``."""
         for name in self.offers.keys() - set(members):
             del self.offers[name], self.greetings[name]
             self.most_links.pop(name, None)
         for pair in [pair for pair in self.links if not set(pair) <= set(members)]:
             del self.links[pair]
 
-    def slots(self, topology: Topology, joiners: Collection[str]) -> dict[Pair, SlotSizes]:
-        """Return the slots for each other's messages of every pair of workers that needs a link, of which one at least
-        is among ``joiners``, the second of its pair."""
+    def link_slots(self, topology: Topology, joiners: Collection[str]) -> dict[Pair, SlotSizes]:
+        """Return the message slots of each pair of workers that needs a link and has a joiner.
+
+        The second worker of a pair is always a joiner; the first may be one too.
+        """
         members = sorted(topology.members, key=lambda member: member.name in joiners)
         order, found = topology.pipeline, dict[Pair, SlotSizes]()
         numbers = {name: number for number, name in enumerate(topology.computes)}
@@ -133,12 +136,13 @@ class Fabric:
                 if near.role == far.role == "compute":
                     slots = self._between_computes(order, numbers[near.name], numbers[far.name])
                 else:
-                    slots = self._beside_memory(near.role, far.role)
+                    slots = self._with_memory_worker(near.role, far.role)
                 if slots is not None:
                     found[near.name, far.name] = slots
         return found
 
-    def _beside_memory(self, near: Role, far: Role) -> SlotSizes:
+    def _with_memory_worker(self, near: Role, far: Role) -> SlotSizes:
+        """Return the slots of a pair with a memory worker, by roles; two memory workers need a link, but no slots."""
         sizes = self.sizes
         if near == far:
             return SlotSizes(0, 0)
@@ -147,7 +151,7 @@ class Fabric:
         return SlotSizes(sizes.request, sizes.reply, on_devices=True)
 
     def _between_computes(self, order: Pipeline, near: int, far: int) -> SlotSizes | None:
-        """Return the slots of two compute workers, by their numbers in the pipeline; None: they need no link."""
+        """Return the slots of two compute workers, given their numbers in the pipeline; None if they need no link."""
         if near // order.ranks == far // order.ranks:
             return SlotSizes(self.sizes.sums, self.sizes.sums)
         context = self.sizes.context
@@ -169,7 +173,7 @@ def read_clock(control: ControlServer, fabric: Fabric, name: str) -> Conversatio
 
 
 def check_version(name: str, hello: Hello) -> None:
-    """Raise ConfigError if a worker is of another release than this process."""
+    """Raise ConfigError if a worker runs another release of Lamina than this process."""
     if hello.version != __version__:
         raise ConfigError(
             f"{name} on {hello.machine} runs lamina {hello.version or 'of an unknown release'}, the engine "
@@ -182,21 +186,24 @@ def check_same_model(plan: ClusterPlan, first: ModelLoaded, other: ModelLoaded, 
     path, on = plan.compute_setup.model, plan.greetings[plan.computes[0]].machine
     if other.digest != first.digest:
         raise ConfigError(
-            f"the checkpoint in {path} on {machine}, loaded by {name}, is not that on {on}: its digest is "
-            f"{other.digest}, and there it is {first.digest}. Copy the same files to all machines"
+            f"the checkpoint in {path} differs: {name} on {machine} has digest {other.digest}, {on} has "
+            f"{first.digest}. Copy the same files to all machines"
         )
     if (other.attentions, other.dtype, other.starts) != (first.attentions, first.dtype, first.starts):
         raise ConfigError(
-            f"{name} on {machine} has split {path} differently from the others; install the same packages"
+            f"{name} on {machine} has split {path} into other slices than {on}; install the same packages on all "
+            "machines"
         )
 
 
 def part_setup(plan: ClusterPlan, number: int, hello: Hello, folder: str) -> ComputeSetup:
-    """Return the message to compute worker ``number``, counted over all replicas that are set up together.
+    """Return the setup message of a compute worker.
 
     Args:
+        plan: The cluster's plan.
+        number: Number of the worker, counted over all replicas that are set up together.
         hello: The worker's greeting.
-        folder: A folder of the engine's machine by which the ranks of each stage meet. Its files are theirs.
+        folder: Folder on the engine's machine, in which the ranks of each stage share a rendezvous file.
     """
     ranks, stages = plan.pipeline.ranks, plan.pipeline.stages
     stage, rank = divmod(number, ranks)
@@ -214,14 +221,16 @@ def part_setup(plan: ClusterPlan, number: int, hello: Hello, folder: str) -> Com
 def prepare_workers(
     control: ControlServer, fabric: Fabric, kinds: Mapping[str, str], role: Role, promised: Callable[[str], int]
 ) -> Conversation[tuple[Member, ...]]:
-    """Wait for workers that were started and have them load the model, if they compute, and make their slabs, if they
-    have any. Return the future members, in the order of ``kinds``.
+    """Prepare started workers to join; return the future members, in the order of ``kinds``.
+
+    Compute workers load the model. Memory workers, and compute workers with local memory, make their slabs.
 
     Args:
         kinds: The kind of each worker: a memory worker, or the compute workers of one replica in order.
-        promised: Returns the bytes of KV that memory workers on a host have and have not used.
+        role: Role of all these workers.
+        promised: Returns, for a host, the bytes of KV that its memory workers were given but have not yet used.
 
-    Raises ConfigError for another release or model, or for too little memory.
+    Raises ConfigError if a worker has another release or model, or too little memory.
     """
     names, plan, setup = list(kinds), fabric.plan, fabric.memory_setup
     greeted: dict[str, Hello] = yield Ask(Hello, names, plan.start_s)
@@ -229,17 +238,17 @@ def prepare_workers(
         check_version(name, greeted[name])
         fabric.on_hello(name, greeted[name])
         yield from read_clock(control, fabric, name)
-    holds = role == "memory" or plan.compute_setup.local
+    has_slab = role == "memory" or plan.compute_setup.local
     if role == "compute":
         yield from _load(control, fabric, [(name, greeted[name]) for name in names])
         setup = local_setup(setup)
-    members, taken = list[Member](), Counter[str]()
+    members, given = list[Member](), Counter[str]()  # by host: bytes of the slabs made here
     for name, kind in kinds.items():
         hello, capacity = greeted[name], 0
-        if holds:
+        if has_slab:
             own = msgspec.structs.replace(setup, threads=plan.threads(role, hello))
-            capacity = yield from _make_slab(control, fabric, name, own, promised(hello.host) + taken[hello.host])
-            taken[hello.host] += fabric.slab.nbytes(capacity)
+            capacity = yield from _make_slab(control, fabric, name, own, promised(hello.host) + given[hello.host])
+            given[hello.host] += fabric.slab.nbytes(capacity)
         members.append(Member(name, role, kind, hello.host, capacity))
     return tuple(members)
 
@@ -258,8 +267,10 @@ def _load(control: ControlServer, fabric: Fabric, greeted: Sequence[tuple[str, H
 def _make_slab(
     control: ControlServer, fabric: Fabric, name: str, setup: MemorySetup, promised: int
 ) -> Conversation[int]:
-    """Have a worker make its slab, and return the slab's token slots. ``promised``: bytes that are free on its host,
-    but not for this slab. Raises ConfigError for too little memory."""
+    """Have a worker make its slab; return the number of token slots. Raises ConfigError if there is too little memory.
+
+    ``promised``: Free bytes on the worker's host that other slabs may still use.
+    """
     plan = fabric.plan
     control.send([name], reservation(plan, setup, fabric.sizes.slot_rows))
     control.send([name], Inspect())
@@ -267,7 +278,7 @@ def _make_slab(
     found = answers[name]
     largest = slab_there(fabric.slab, setup, found).nbytes(setup.capacity)
     nbytes = kv_bytes_of_joiner(plan.config, found, largest, promised)
-    capacity = slots(name, fabric.slab, setup, found, nbytes)
+    capacity = token_slots(name, fabric.slab, setup, found, nbytes)
     control.send([name], msgspec.structs.replace(setup, capacity=capacity))
     yield Ask(SlabReady, [name], LOAD_TIMEOUT_S)
     return capacity
@@ -280,12 +291,15 @@ def reservation(plan: ClusterPlan, setup: MemorySetup, slot_rows: int) -> Reserv
 
 
 def local_setup(setup: MemorySetup) -> MemorySetup:
-    """Return the setup of a compute worker's own slab: without mini-batches, since it receives no messages, and without
-    a disk, which nothing would read between steps."""
+    """Return the setup of a slab in a compute worker's own memory.
+
+    Such a slab receives no messages: it needs no mini-batches, and no device polls. It has no disk, which nothing would
+    read between steps.
+    """
     return msgspec.structs.replace(setup, overlap=Overlap(), overcommit=1.0, polling="host")
 
 
-def enter(
+def link_joiners(
     control: ControlServer, fabric: Fabric, topology: Topology, joiners: Sequence[Member], missing: int
 ) -> Conversation[None]:
     """Link prepared workers with each other and with the other members of ``topology``.
@@ -296,10 +310,10 @@ def enter(
     """
     names = [joiner.name for joiner in joiners]
     for joiner in joiners:
-        control.send([joiner.name], fabric.register(joiner, topology, missing))
+        control.send([joiner.name], fabric.register_message(joiner, topology, missing))
     registered: dict[str, Registered] = yield Ask(Registered, names, CONNECT_TIMEOUT_S)
     own = {name: registered[name].offer for name in names}
-    slots = fabric.slots(topology, names)
+    slots = fabric.link_slots(topology, names)
     links = yield from link(control, fabric.plan.config.transport, {**fabric.offers, **own}, slots, fabric.links)
     computes, memories = list(topology.computes), list(topology.memories)
     control.send(names, Connect(computes, memories, topology.pipeline, topology.epoch))

@@ -1,4 +1,4 @@
-"""Lists which settings of a runtime exclude each other, and why; checked before any worker starts. Pure.
+"""Lists combinations of settings that Lamina refuses before any worker starts, with reasons. Pure.
 
 Ranges of single settings are in ``lamina.config.engine_config``; the model's own limits are checked once it is loaded.
 """
@@ -54,7 +54,7 @@ def _of_replicas(config: EngineConfig, computes: Sequence[str]) -> Iterator[Refu
     if count % (ranks * stages):
         yield Refusal(
             f"tensor_parallel {ranks} and pipeline_parallel {stages} with {count} compute workers",
-            f"a replica has {ranks} x {stages} = {ranks * stages} compute workers, which does not divide {count}",
+            f"a replica has {ranks} x {stages} = {ranks * stages} compute workers, and {count} is no multiple of that",
             f"give --compute a multiple of {ranks * stages}",
         )
     for first in range(0, count, ranks):
@@ -62,15 +62,15 @@ def _of_replicas(config: EngineConfig, computes: Sequence[str]) -> Iterator[Refu
         if len(kinds) > 1:
             yield Refusal(
                 f"tensor_parallel {ranks} of {' and '.join(kinds)}",
-                "what each rank computes for itself, such as the experts of a token, must be rounded alike",
+                "kinds round differently, so ranks could choose different experts for a token",
                 f"give --compute a multiple of {ranks} of each kind",
             )
     bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
     if "compute" in bounds and ranks * stages > 1:
         yield Refusal(
             f"autoscale {config.autoscale} and replicas of {ranks * stages} compute workers",
-            "compute workers join and leave one by one, and a part of a replica cannot serve",
-            "scale memory alone",
+            "autoscaling adds and removes single workers, and a part of a replica cannot serve",
+            "autoscale only memory, and scale compute by lamina scale",
         )
 
 
@@ -81,32 +81,32 @@ def _of_lanes(config: EngineConfig, computes: int) -> Iterator[Refusal]:
     if rotates and stages > 1:
         yield Refusal(
             f"pipelining rotational and pipeline_parallel {stages}",
-            "a lane visits the stages of its replica in turn, and cannot visit all replicas in turn besides",
+            "with stages, a lane stays on its replica, and cannot rotate over all",
         )
     elif rotates and lanes not in (None, replicas + 1):
         yield Refusal(
             f"pipelining rotational and lanes {lanes}",
-            f"each of {replicas} replicas always has a slice to run if there is one lane more",
+            f"rotation needs one lane more than replicas ({replicas})",
             f"give lanes {replicas + 1}, or leave it out",
         )
     if lanes is not None and lanes < replicas * stages:
-        of = f" of {stages} stages" if stages > 1 else ""
+        of, place = (f" of {stages} stages", "stage") if stages > 1 else ("", "replica")
         yield Refusal(
             f"lanes {lanes} with {replicas} replicas{of}",
-            "a lane is at one stage at a time, so that others would never have a slice to run",
+            f"a lane runs on one {place} at a time, so at least one {place} would always be idle",
             f"give lanes at least {replicas * stages}, or fewer compute workers",
         )
     yield from _of_balanced_roles(config, replicas)
     if prefill % (config.tensor_parallel * stages):
         yield Refusal(
             f"prefill {config.prefill}",
-            f"a replica has {config.tensor_parallel * stages} compute workers, which does not divide {prefill}",
+            f"a replica has {config.tensor_parallel * stages} compute workers, and {prefill} is no multiple of that",
             f"give --prefill a multiple of {config.tensor_parallel * stages}",
         )
     if prefill and rotates:
         yield Refusal(
             f"prefill {config.prefill} and pipelining rotational",
-            "a lane that visits all replicas in turn runs on those for prompts and on those that decode",
+            "rotating lanes visit all replicas, so none can be kept for prompts",
             "leave out pipelining",
         )
 
@@ -119,7 +119,7 @@ def _of_balanced_roles(config: EngineConfig, replicas: int) -> Iterator[Refusal]
     if config.slo_ttft_ms is None or config.slo_tbt_ms is None:
         yield Refusal(
             f"{given} without slo_ttft_ms and slo_tbt_ms",
-            "replicas change their role for whichever of the two is missed",
+            "replicas change their role when one of these two SLOs is missed",
             "give both",
         )
     if any(one % workers for one in bounds["prefill"]):
@@ -131,13 +131,13 @@ def _of_balanced_roles(config: EngineConfig, replicas: int) -> Iterator[Refusal]
     if bounds["prefill"][0] // workers >= replicas:
         yield Refusal(
             f"{given} with {replicas} replicas",
-            "replicas change their role, and one at least must decode",
+            "replicas change their role, and at least one must always decode",
             f"give --compute {(1 + bounds['prefill'][0] // workers) * workers} compute workers",
         )
     if config.pipelining == "rotational":
         yield Refusal(
             f"{given} and pipelining rotational",
-            "a lane that visits all replicas in turn runs on those for prompts and on those that decode",
+            "rotating lanes visit all replicas, so none can be kept for prompts",
             "leave out pipelining",
         )
 
@@ -146,42 +146,42 @@ def _of_placement(config: EngineConfig) -> Iterator[Refusal]:
     partition, ranks = config.partition, config.tensor_parallel
     balances = config.balance not in ("auto", "off")
     if ranks > 1:
-        several = f"tensor_parallel {ranks}"
+        parallel = f"tensor_parallel {ranks}"
         if partition in ("request", "token"):
             yield Refusal(
-                f"{several} and partition {partition}",
-                "ranks send the K and V of their own heads, by which requests are then placed",
+                f"{parallel} and partition {partition}",
+                "each rank sends K and V of its own heads, so memory workers must divide requests by heads",
                 "give partition auto or head",
             )
         if balances:
             yield Refusal(
-                f"{several} and balance {config.balance}",
-                "one rank may still attend to KV with which another has finished, so that it cannot move",
+                f"{parallel} and balance {config.balance}",
+                "KV cannot move while one rank may still attend to it, although another has finished",
             )
         if config.kv_overcommit > 1:
             yield Refusal(
-                f"{several} and kv_overcommit {config.kv_overcommit:g}",
-                "blocks on a disk have all heads of a token, and each rank has some",
+                f"{parallel} and kv_overcommit {config.kv_overcommit:g}",
+                "a block on disk has all heads of its tokens, but each rank has only some of them",
             )
     if config.kv_overcommit > 1 and partition == "head":
         yield Refusal(
             f"kv_overcommit {config.kv_overcommit:g} and partition head",
-            "blocks on a disk have all heads of a token, and each memory worker has some",
+            "a block on disk has all heads of its tokens, but each memory worker has only some of them",
         )
     if partition == "request" and config.kv_tokens_per_worker is not None:
         yield Refusal(
             f"kv_tokens_per_worker {config.kv_tokens_per_worker} and partition request",
-            "the first puts the tokens of a request on several memory workers, the second on one",
+            "the first divides a request over memory workers, the second keeps it on one",
         )
     if balances and partition in ("request", "head"):
         yield Refusal(
             f"balance {config.balance} and partition {partition}",
-            "it moves ranges of a request's tokens, which this partition keeps together",
+            "balancing moves parts of a request, which this partition keeps together",
         )
 
 
 def _of_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> Iterator[Refusal]:
-    local, alone = LOCAL in memories, set(memories) == {LOCAL}
+    local, only_local = LOCAL in memories, set(memories) == {LOCAL}
     if local:
         yield from _of_local_memory(config, computes, memories)
     for name, given in (
@@ -189,12 +189,12 @@ def _of_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence
         ("kv_overcommit", config.kv_overcommit > 1),
         ("polling device", config.polling == "device"),
     ):
-        if alone and given:
-            yield Refusal(f"{name} and memory local", "it is about memory workers, of which there are none")
+        if only_local and given:
+            yield Refusal(f"{name} and memory local", "this setting concerns memory workers, and there are none")
     if config.polling == "device" and set(memories) <= {CPU, LOCAL}:
         yield Refusal(
             f"polling device and memory {','.join(memories)}",
-            "memory workers on CPUs have no device that could poll",
+            "only GPUs can poll for messages themselves",
             "give polling auto, or memory workers on GPUs, such as --memory cuda:1",
         )
     bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
@@ -205,20 +205,20 @@ def _of_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence
 
 
 def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> Iterator[Refusal]:
-    given, several = f"memory {','.join(memories)}", len(computes) > config.tensor_parallel
+    given, several_replicas = f"memory {','.join(memories)}", len(computes) > config.tensor_parallel
     if REMOTE in computes:
         yield Refusal(
             f"{given} with compute workers of other machines",
-            "how much memory a machine has free is found before its workers join",
+            "free memory is measured before workers of other machines join",
             f"use --memory cpu:{len(computes)}",
         )
     if config.pipeline_parallel > 1:
         yield Refusal(
             f"{given} and pipeline_parallel {config.pipeline_parallel}",
-            "each stage would hold the KV of its own layers alone, and segments have all layers",
+            "each stage would hold only the KV of its own layers, and a KV segment has all layers",
             "use memory workers, such as --memory cpu:1",
         )
-    if several and config.pipelining == "rotational":
+    if several_replicas and config.pipelining == "rotational":
         yield Refusal(
             f"{given} and pipelining rotational",
             "a lane stays on the replica that has the KV of its requests",
@@ -236,9 +236,9 @@ def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Se
             "the KV of a prompt is in the memory of the replica that ran it, and stays there",
             "use memory workers, such as --memory cpu:1",
         )
-    if several and config.partition == "head":
+    if several_replicas and config.partition == "head":
         yield Refusal(
             f"{given} of {len(computes)} compute workers and partition head",
-            "a compute worker attends to no heads for the rows of another replica",
+            "a replica attends only to KV in its own memory, so heads cannot be divided over replicas",
             "give partition auto",
         )

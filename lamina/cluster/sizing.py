@@ -18,8 +18,8 @@ from lamina.models.directory import ModelDirectory
 from lamina.schedule.limits import Limits
 from lamina.transport.endpoint import spin_s
 
-LANES_PER_REPLICA = 3  # upper bound where the engine chooses the number of lanes
-LEAST_MINI_BATCH = 32  # sequences, with some 100 KB of q, which take longer to send than a message's overhead
+LANES_PER_STAGE = 3  # most lanes for each stage of each replica where the engine chooses the number of lanes
+LEAST_MINI_BATCH = 32  # sequences: sending their q, some 100 KB, takes longer than the overhead of one more message
 
 
 def limits(config: EngineConfig, model: ModelDirectory, pipeline: Pipeline) -> Limits:
@@ -79,22 +79,24 @@ def _parse_cores(text: str) -> set[int]:
 
 
 def pipeline(config: EngineConfig, computes: int, shared: bool, local: bool = False) -> Pipeline:
-    """Return the lanes of a cluster, see ``_lanes``, with lanes for prompts alone if there is a prefill pool."""
+    """Return the lanes of a cluster, see ``_lanes``; those of a prefill pool's replicas only run prompts."""
     made = _lanes(config, computes, shared, local)
     return made.with_replicas(made.replicas, size(config.prefill) // made.workers)
 
 
 def _lanes(config: EngineConfig, computes: int, shared: bool, local: bool) -> Pipeline:
-    """Return lanes and their order for ``computes`` compute workers, whose settings have no ``refusals``.
+    """Return the lanes for ``computes`` compute workers, and their order. The settings must have no ``refusals``.
 
-    If ``config.lanes`` is None, the engine chooses while it runs: 1 to ``LANES_PER_REPLICA`` lanes per stage in fixed
-    order, or one more lane than replicas, rotating. It starts with two per stage, which is the most if devices poll. On
-    shared cores or without memory workers nothing can overlap, so that each stage gets one lane.
+    ``config.lanes``, if given, is the number of lanes. Otherwise rotational pipelining gives one lane more than
+    replicas, also on shared cores. With other pipelining, the engine chooses while it runs: 1 to ``LANES_PER_STAGE``
+    lanes per stage in fixed order, or one lane more than replicas in rotational order. It starts with two lanes per
+    stage; if devices poll, two is also the most. On shared cores or without memory workers, slices and attention cannot
+    overlap, and each stage gets one lane.
 
     Args:
         config: The settings.
         computes: Number of compute workers.
-        shared: Whether both pools run on the same cores.
+        shared: Whether both pools run on the same cores, or there are no memory workers.
         local: Whether compute workers hold KV, so that lanes stay on the replica that has it.
     """
     ranks, stages = config.tensor_parallel, config.pipeline_parallel
@@ -102,25 +104,25 @@ def _lanes(config: EngineConfig, computes: int, shared: bool, local: bool) -> Pi
     units = replicas * stages
     may_rotate = stages == 1 and config.pipelining != "fixed" and not local
     if config.lanes is None and not shared and config.pipelining != "rotational":
-        most = SLOTS if config.polling == "device" else LANES_PER_REPLICA  # see lamina.memory.device_steps
+        most = SLOTS if config.polling == "device" else LANES_PER_STAGE  # see lamina.memory.device_steps
         choices = [Arrangement(each * units) for each in (2, 1, *range(3, most + 1))]
         if may_rotate and replicas > 1 and config.polling != "device":
             choices.append(Arrangement(replicas + 1, rotates=True))
         return Pipeline(most * units, replicas, choices=tuple(choices), ranks=ranks, stages=stages)
-    apart = units + 1 if stages == 1 else units
-    lanes = config.lanes or (units if shared and config.pipelining != "rotational" else apart)
+    default = units + 1 if stages == 1 and config.pipelining == "rotational" else units
+    lanes = config.lanes or default
     rotates = may_rotate and (lanes == replicas + 1 or config.pipelining == "rotational")
     return Pipeline(lanes, replicas, rotates, ranks=ranks, stages=stages)
 
 
-def boot(host: str) -> str:
-    """Return the part of a host name (``transport.shm.host``) that all containers of a machine share."""
+def boot_id(host: str) -> str:
+    """Return the boot ID in an identifier of ``transport.shm.host``: equal for all containers of a machine."""
     return host.partition(" ")[0]
 
 
 @dataclass(frozen=True)
 class Machines:
-    """The cores of the workers of each machine, as the workers report them."""
+    """The cores that the workers of each machine report."""
 
     cores: Mapping[Role, Mapping[str, Sequence[Cores]]]  # by role and machine
 
@@ -129,7 +131,7 @@ class Machines:
         """Return the machines of all workers, from their first messages."""
         cores: dict[Role, dict[str, list[Cores]]] = {"compute": {}, "memory": {}}
         for name, hello in greetings.items():
-            cores[roles[name]].setdefault(boot(hello.host), []).append(frozenset(hello.cores))
+            cores[roles[name]].setdefault(boot_id(hello.host), []).append(frozenset(hello.cores))
         return Machines(cores)
 
     @property
@@ -143,15 +145,16 @@ class Machines:
         )
 
     def threads(self, role: Role, hello: Hello, wanted: int | None) -> int:
-        """Return a worker's threads: one per core, or its share of the cores that workers of its role share.
+        """Return the threads of a worker: ``wanted`` if the settings give it, else one per core.
 
-        A worker that joins gets as many threads as other workers of its role on its machine.
+        Workers of one role that share cores divide the threads. A worker that joins gets as many threads as other
+        workers of its role on its machine.
         """
-        each = self.cores[role].get(boot(hello.host)) or [frozenset(hello.cores)]
+        each = self.cores[role].get(boot_id(hello.host)) or [frozenset(hello.cores)]
         return wanted or max(1, len(frozenset.union(*each)) // len(each))
 
     def spins_s(self) -> dict[str, float]:
-        """Return the seconds that waits spin before they sleep, by machine."""
+        """Return, for each machine, the seconds that waits spin before they sleep."""
         computes, memories = self.cores["compute"], self.cores["memory"]
         return {
             machine: spin_s([*computes.get(machine, ()), *memories.get(machine, ())])
@@ -160,9 +163,10 @@ class Machines:
 
 
 def overlap(machines: Machines) -> Overlap:
-    """Return whether q is sent in mini-batches: only across a network, where attention then hides transfers.
+    """Return how compute workers divide q into messages.
 
-    Within a machine a message costs more than the transfer that it would hide (docs/decisions.md).
+    They send mini-batches if a memory worker is on a machine without compute workers: attention to one mini-batch then
+    hides the transfer of the next. Within a machine, a message costs more than it would hide (docs/decisions.md).
     """
     computes, memories = machines.cores["compute"], machines.cores["memory"]
     return Overlap() if memories.keys() <= computes.keys() else Overlap(mini_batches=4, least=LEAST_MINI_BATCH)
@@ -177,10 +181,10 @@ class ClusterPlan:
         kinds: The kind of each worker's device, by pool and name.
         greetings: The first message of each worker.
         machines: The cores of the workers.
-        compute_setup: The message to compute workers, but for threads, rank and stage.
-        limits: The bounds of steps, which also bound the slots that a worker can use.
+        compute_setup: The setup message of compute workers; threads, rank and stage differ by worker.
+        limits: The bounds of steps and requests.
         pipeline: The lanes.
-        is_open: Workers on other machines may join.
+        is_open: Whether workers on other machines may join.
     """
 
     config: EngineConfig
@@ -212,28 +216,30 @@ class ClusterPlan:
         return self.machines.threads(role, hello, self.config.threads)
 
     def memory_setup(self, loaded: ModelLoaded, shards: int) -> MemorySetup:
-        """Return the message to workers with a slab, without threads, with the largest possible capacity.
+        """Return the setup message of workers with a slab; callers then replace its threads and its capacity.
+
+        The capacity is the most tokens that running requests can have together.
 
         Args:
             loaded: The model.
-            shards: Shards of the heads of every attention.
+            shards: Number of shards into which the heads of every attention are divided.
         """
         config, asked = self.config, self.compute_setup
         return MemorySetup(
-            loaded.attentions,
-            loaded.dtype,
-            self.limits.max_sequences * self.limits.max_model_len,
-            1,
-            asked.overlap,
-            asked.trace,
-            config.kv_cache_dtype,
-            shards,
-            overcommit(config),
-            "" if config.kv_spill_dir is None else os.path.abspath(config.kv_spill_dir),
-            self.pipeline.ranks,
-            overcommit(config) == 1,  # blocks on disks have all tokens of all layers
-            config.polling,
-            asked.gpu_share,
+            attentions=loaded.attentions,
+            dtype=loaded.dtype,
+            capacity=self.limits.max_sequences * self.limits.max_model_len,
+            threads=1,
+            overlap=asked.overlap,
+            trace=asked.trace,
+            kv_cache_dtype=config.kv_cache_dtype,
+            head_shards=shards,
+            overcommit=overcommit(config),
+            spill_dir="" if config.kv_spill_dir is None else os.path.abspath(config.kv_spill_dir),
+            ranks=self.pipeline.ranks,
+            forgets=overcommit(config) == 1,  # blocks on disks have all tokens of all layers
+            polling=config.polling,
+            gpu_share=asked.gpu_share,
         )
 
 
@@ -251,26 +257,26 @@ def cluster_plan(
     """Return the plan of a cluster of workers, given their first messages. Raises ConfigError.
 
     Args:
-        is_open: Workers of other machines may join later.
-        trace: Workers record spans.
-        local: Compute workers hold KV too, and need no memory workers.
+        is_open: Whether workers on other machines may join later.
+        trace: Whether workers record spans.
+        local: Whether compute workers hold KV too, so that memory workers are not needed.
     """
     roles: dict[str, Role] = {name: role for role, names in kinds.items() for name in names}
     machines = Machines.from_greetings(roles, greetings)
     order = pipeline(config, len(kinds["compute"]), machines.shared or not kinds["memory"], local)
     bounds = limits(config, model, order)
     setup = ComputeSetup(
-        str(model.path),
-        None if config.dtype == "auto" else DType(config.dtype),
-        config.load_format,
-        config.seed,
-        1,
-        bounds.max_num_batched_tokens,
-        overlap(machines),
-        sorted(eos_token_ids),
-        trace,
-        head_workers(config.partition, len(kinds["memory"])),
-        local,
+        model=str(model.path),
+        dtype=None if config.dtype == "auto" else DType(config.dtype),
+        load_format=config.load_format,
+        seed=config.seed,
+        threads=1,
+        rows=bounds.max_num_batched_tokens,
+        overlap=overlap(machines),
+        eos_token_ids=sorted(eos_token_ids),
+        trace=trace,
+        head_workers=head_workers(config.partition, len(kinds["memory"])),
+        local=local,
         sequences=bounds.max_sequences,
         quantization=config.quantization,
         activation_dtype=config.activation_dtype,
@@ -279,6 +285,6 @@ def cluster_plan(
     return ClusterPlan(config, kinds, greetings, machines, setup, bounds, order, is_open)
 
 
-def check(config: EngineConfig, model: ModelDirectory, computes: int) -> None:
-    """Raise ConfigError for bounds of steps and requests that the model rules out."""
+def require_limits(config: EngineConfig, model: ModelDirectory, computes: int) -> None:
+    """Raise ConfigError if the model rules out the settings' bounds of steps and requests."""
     limits(config, model, pipeline(config, computes, shared=False))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from lamina.cluster.sizing import ClusterPlan, boot
+from lamina.cluster.sizing import ClusterPlan, boot_id
 from lamina.config.engine_config import EngineConfig
 from lamina.control.messages import MemorySetup, Resources
 from lamina.core.errors import ConfigError
@@ -187,10 +187,10 @@ def with_capacities(
 def _capacities(plan: ClusterPlan, setup: MemorySetup, found: Mapping[str, Resources]) -> dict[str, int]:
     slab = slab_of(plan, setup)
     sizes = _kv_bytes(plan.config, {name: plan.greetings[name].host for name in found}, found)
-    return {name: slots(name, slab, setup, each, sizes[name]) for name, each in found.items()}
+    return {name: token_slots(name, slab, setup, each, sizes[name]) for name, each in found.items()}
 
 
-def slots(name: str, slab: SlabSize, setup: MemorySetup, found: Resources, nbytes: int) -> int:
+def token_slots(name: str, slab: SlabSize, setup: MemorySetup, found: Resources, nbytes: int) -> int:
     """Return the token slots of worker ``name`` that fit in ``nbytes``, at most ``setup.capacity``.
 
     Raises ConfigError for fewer than 2.
@@ -219,7 +219,7 @@ def _kv_bytes(config: EngineConfig, hosts: Mapping[str, str], found: Mapping[str
     sizes = {name: kv_bytes_per_worker(config, *_share(name, on_hosts, found)) for name in on_hosts}
     for name, host in on_gpus.items():
         count, free = _share(name, on_gpus, found)
-        left = free - sum(sizes[one] for one in on_hosts if boot(hosts[one]) == boot(host))
+        left = free - sum(sizes[one] for one in on_hosts if boot_id(hosts[one]) == boot_id(host))
         sizes[name] = kv_bytes_on_gpu(config, found[name], max(0, left) // count)
     return sizes
 
@@ -230,7 +230,7 @@ def _share(name: str, hosts: Mapping[str, str], found: Mapping[str, Resources]) 
     The shared memory is that of the worker's container, or of its machine if that leaves each worker less.
     """
     here = [one for one, host in hosts.items() if host == hosts[name]]
-    near = [one for one, host in hosts.items() if boot(host) == boot(hosts[name])]
+    near = [one for one, host in hosts.items() if boot_id(host) == boot_id(hosts[name])]
     shares = (
         (len(here), min(found[one].free_bytes for one in here)),
         (len(near), min(found[one].machine_bytes for one in near)),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lamina.cluster.conversations import Ask, Conversation, Workers, failure, silence
-from lamina.cluster.joining import Fabric, enter, prepare_workers
+from lamina.cluster.joining import Fabric, link_joiners, prepare_workers
 from lamina.control.agent_messages import Start
 from lamina.control.messages import Failed, Forget, Stop, ToEngine, ToWorker
 from lamina.control.sockets import ControlServer
@@ -184,7 +184,7 @@ class Joins:
         for joiner in self._joiners:
             if joiner.stage is JoinStage.PREPARED:
                 joiner.stage = JoinStage.LINKING
-                joiner.conversation = enter(
+                joiner.conversation = link_joiners(
                     self._control, self._fabric, joined(joiner.members, joiner.pool), joiner.members, missing
                 )
                 self._advance(joiner, None)

@@ -245,7 +245,7 @@ class Engine:
     def scale(self, *, compute: int | str = 0, memory: int | str = 0, prefill: int | str = 0) -> "Future[list[str]]":
         """Add workers to the pools while requests run, or remove some: 2, -1, or "rtx3090:+2".
 
-        KV of a memory worker that leaves moves to others first. If one of ``prefill`` and ``compute`` grows and the
+        Before a memory worker leaves, its KV moves to others. If one of ``prefill`` and ``compute`` grows and the
         other one shrinks, replicas change their role instead and keep their weights. The future has the workers' names
         once all have joined, left or changed their role, or an error if one does not; ConfigError if the change is
         impossible.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from lamina.cluster.sizing import boot
+from lamina.cluster.sizing import boot_id
 from lamina.control.messages import Observe, Observed, ToWorker
 from lamina.control.timeline import OBSERVED_NS, Span
 from lamina.core.topology import Topology
@@ -42,7 +42,7 @@ class LiveTimeline:
         """Keep the window of a worker. Times of another machine are moved by the difference at its arrival."""
         now_ns = time.monotonic_ns()
         there = next((member.host for member in topology.members if member.name == worker), host())
-        ahead = 0 if boot(there) == boot(host()) else message.sent_ns - now_ns
+        ahead = 0 if boot_id(there) == boot_id(host()) else message.sent_ns - now_ns
         spans = [Span(span.stage, span.lane, span.begin_ns - ahead, span.end_ns - ahead) for span in message.spans]
         self._latest = {**self._latest, worker: (now_ns, spans)}
 

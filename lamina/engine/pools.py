@@ -158,7 +158,7 @@ class Pools:
         workers = self._pipeline.workers
         if count % workers:
             raise ConfigError(
-                f"a replica has {workers} compute workers, which does not divide {abs(count)}; "
+                f"a replica has {workers} compute workers, and {abs(count)} is no multiple of that; "
                 f"give {pool} a multiple of {workers}"
             )
 
@@ -167,18 +167,18 @@ class Pools:
         pipeline, limits, config = self._pipeline, self._fabric.plan.limits, self._fabric.plan.config
         if self.topology.local:
             raise ConfigError(
-                "the KV of a prompt is in the memory of the replica that ran it, and stays there, so that no other "
-                "one can decode it; start with memory workers alone, such as --memory cpu:1, to scale prefill"
+                "the KV of a prompt is in the memory of the replica that ran it, and stays there, so no other replica "
+                "can decode it; start with only memory workers, such as --memory cpu:1, to scale prefill"
             )
         if config.pipelining == "rotational":
             raise ConfigError(
-                "lanes visit all replicas in turn, and so those for prompts and those that decode; start without "
-                "--pipelining rotational to scale prefill"
+                "rotating lanes visit all replicas, so none can be kept for prompts; start without --pipelining "
+                "rotational to scale prefill"
             )
         if not pipeline.interchangeable and limits.max_sequences > limits.max_num_batched_tokens:
             raise ConfigError(
                 f"{limits.max_sequences} sequences may decode at once, and one step has at most "
-                f"{limits.max_num_batched_tokens}: a replica that decodes alone has no room for them. Start with "
+                f"{limits.max_num_batched_tokens}: a replica that only decodes has no room for them. Start with "
                 f"--max-num-seqs {limits.max_num_batched_tokens} at most to scale prefill"
             )
 
@@ -199,7 +199,7 @@ class Pools:
         if self._pipeline.workers > 1:
             raise ConfigError(
                 f"a replica of {self._pipeline.workers} compute workers {why} while the engine serves: "
-                "remove memory workers alone"
+                "remove only memory workers"
             )
 
     def _check_growth(self, pool: Pool, kind: str, count: int) -> None:

@@ -72,7 +72,7 @@ def test_placement_is_a_bar_for_each_worker_with_its_largest_requests_and_moves(
     assert client.placement_lines(answer) == [
         "memory0   [" + "#" * 12 + "+" * 7 + ".] 5 used, 3 cached of 9 slots",
         "          chat-1 5",
-        "imbalance 1.00 (fullest over mean)",
+        "imbalance 1.00 (fullest worker over mean)",
         "moves     3 completed, 2 refused, 1 cancelled; now 64 tokens memory0 -> memory1",
         "prefixes  2 of 8 tokens found (25%)",
     ]

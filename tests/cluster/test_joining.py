@@ -16,7 +16,7 @@ def test_a_memory_worker_that_joins_before_lost_workers_are_replaced_has_room_fo
     fabric = Fabric(Mock(), plan, Mock(), Mock(), sizes, pinned={"memory2"})
     names = ["compute0", "memory1", "memory2"]
     members = tuple(Member(name, "compute" if "compute" in name else "memory", "cpu", "") for name in names)
-    register = fabric.register(members[-1], Topology(FIRST, members, Pipeline(1, 1)), missing=3)
+    register = fabric.register_message(members[-1], Topology(FIRST, members, Pipeline(1, 1)), missing=3)
     leases = Leases(register.arena)
     for slot_nbytes in (0, *[sizes.request] * 4):  # memory1, compute0, and three compute workers that come later
         leases.lease(slot_nbytes)

@@ -160,7 +160,7 @@ def test_memory_workers_join_and_leave_and_stages_stay(
         engine.scale(memory=-1).result(JOIN_S)
         assert_same(streams.results(), undisturbed)
         for count in (-1, 1):
-            with pytest.raises(ConfigError, match="a replica has 2 compute workers, which does not divide 1"):
+            with pytest.raises(ConfigError, match="a replica has 2 compute workers, and 1 is no multiple of that"):
                 engine.scale(compute=count).result(JOIN_S)
         assert engine.stats().recoveries == 0 and joined == "memory1"
     finally:

@@ -143,7 +143,7 @@ def test_replicas_of_several_workers_join_and_leave_as_a_whole(
         assert_same(streams.results(), undisturbed)
         with pytest.raises(ConfigError, match="the compute pool has 2, of which 2 must stay: 2 cannot leave"):
             engine.scale(compute=-2).result(JOIN_S)
-        with pytest.raises(ConfigError, match="a replica has 2 compute workers, which does not divide 1"):
+        with pytest.raises(ConfigError, match="a replica has 2 compute workers, and 1 is no multiple of that"):
             engine.scale(compute=1).result(JOIN_S)
         stats = engine.stats()
         assert stats.recoveries == stats.recomputed == 0 and engine.topology.epoch.number == 1

@@ -138,7 +138,7 @@ def test_a_replica_of_several_workers_changes_its_role_as_a_whole(parts: str, tm
     params = SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
     engine = launch(config(tmp_path, 4, 1, lanes=4, **{parts: 2}))
     try:
-        with pytest.raises(ConfigError, match="a replica has 2 compute workers, which does not divide 1"):
+        with pytest.raises(ConfigError, match="a replica has 2 compute workers, and 1 is no multiple of that"):
             engine.scale(prefill=1, compute=-1).result(JOIN_S)
         with pytest.raises(ConfigError, match="the compute pool has 4, of which 2 must stay: 4 cannot leave"):
             engine.scale(prefill=4, compute=-4).result(JOIN_S)

@@ -1,4 +1,4 @@
-"""Defines the protocols of compute devices: ``Device`` loads, ``Runner`` runs slices, ``Transfers`` moves rows."""
+"""Protocols of compute devices: ``Device`` loads weights, ``Runner`` runs slices, ``Transfers`` moves rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -26,8 +26,10 @@ Partial = tuple[torch.Tensor, torch.Tensor]
 """(out [R, Hq, Dv], lse [R, Hq]), float32."""
 
 Reply = tuple[int, Any]
-"""A memory worker's message with its partial: the slot it is in (-1: none), and its bytes, see ``dataplane.wire``: a
-memoryview, or uint8 of the device that have ``arrived`` in an inbox."""
+"""A memory worker's message with its partial: its slot (-1: none), and its bytes (laid out by ``dataplane.wire``).
+
+The bytes are a memoryview, or a uint8 device array (``Mapper.arrived``) if the message arrived in an inbox.
+"""
 
 
 class Sums(Protocol):
@@ -36,7 +38,7 @@ class Sums(Protocol):
     One thread owns it.
 
     Attributes:
-        may_leave: Whether a rank may leave a sum that it or another rank has begun.
+        may_leave: Whether a rank may abandon a sum that it or another rank has begun.
     """
 
     rank: Rank
@@ -60,7 +62,8 @@ class Sums(Protocol):
         """Begin a new epoch: drop unfinished sums, and number later sums from ``first`` on."""
 
     def agree(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens of rank 0; all ranks pass equally many. Raises the errors of ``reduce``."""
+        """Broadcast the tokens of rank 0, and return them; all ranks pass equally many. Raises the errors of
+        ``reduce``."""
 
 
 class Device(Mapper, Protocol):
@@ -75,19 +78,20 @@ class Device(Mapper, Protocol):
     place: torch.device
 
     def limit(self, share: float) -> None:
-        """Limit allocations to those that leave ``1 - share`` of the device's memory free.
+        """Make allocations that would leave less than ``1 - share`` of the device's memory free raise
+        torch.OutOfMemoryError.
 
-        Larger allocations raise torch.OutOfMemoryError. Raises ConfigError if less is free already.
+        Raises ConfigError if no more than that is free already.
         """
 
     def sums(self, rank: Rank, meeting: str) -> Sums:
         """Return the all-reduce of ``rank`` with the other ranks of its replica. Raises ConfigError.
 
-        ``meeting``: path of a file on this machine, the same for all ranks, by which they find each other.
+        ``meeting``: Path of a rendezvous file on this machine, which all ranks of the replica pass.
         """
 
     def form(self, model: LoweredModel, to: Quantization) -> Form:
-        """Return the form of weights on this device, with linear layers quantised ``to`` a type. Raises ConfigError."""
+        """Return how this device holds weights. ``to``: quantised type of linear layers. Raises ConfigError."""
 
     def runner(
         self,
@@ -100,11 +104,11 @@ class Device(Mapper, Protocol):
 
         Args:
             model: The lowered model.
-            tensors: All of ``model.weights``, on ``place``, in this device's ``form``.
+            tensors: All of ``model.weights``, on ``place``, as ``form`` holds them.
             reduce: All-reduce over the ranks of the replica; None for one rank.
-            activations: Element type of the inputs of linear layers whose weights are held as codes.
+            activations: Element type in which quantised linear layers multiply their inputs.
 
-        Raises ConfigError: this device has no products with ``activations``.
+        Raises ConfigError if this device cannot multiply inputs of that type.
         """
 
 
@@ -115,18 +119,21 @@ class WholeSteps(Protocol):
         """Prepare for steps of up to ``rows`` rows."""
 
     def has_ended(self) -> bool:
-        """Return whether the device has run everything that it was given."""
+        """Return whether the device has completed all work launched on it."""
 
     def run(self, rows: Rows, table: Any) -> torch.Tensor | None:
-        """Append k and v, and return logits [rows, vocab] of a step whose rows attend to ``table``, in order; None if
-        this step has to run slice by slice. The next step that runs here may overwrite them.
+        """Run a step: append its k and v, and return its logits [rows, vocab].
+
+        Returns None if this step has to run slice by slice. The next call may overwrite the logits.
 
         Args:
-            table: Of the memory's device (``memory.device.base.Table``)."""
+            rows: The step's rows.
+            table: Tokens that the rows attend to, one query after another (``memory.device.base.Table``).
+        """
 
 
 class Carrier(Protocol):
-    """The part of a runner that needs no model: moves and attends rows that slices have computed.
+    """The part of a runner that needs no model: moves q, k and v of a slice, and computes attention of prompt chunks.
 
     Attributes:
         dtype: The model's element type.
@@ -138,10 +145,10 @@ class Carrier(Protocol):
         """Return the transfers of one step's rows."""
 
     def lent(self, output: SliceOutput) -> tuple[Any, Any, Any]:
-        """Return q, k and v as contiguous arrays for the memory device of the same GPU or CPU; bfloat16 as uint16."""
+        """Return q, k and v as contiguous arrays for ``memory.device`` on the same GPU or CPU; bfloat16 as uint16."""
 
     def borrowed(self, array: Any) -> torch.Tensor:
-        """Return an array of the memory device, or of host memory, as a tensor that shares its memory."""
+        """Return an array of ``memory.device``, or of the host, as a tensor over the same memory, without a copy."""
 
     def attend(
         self, output: SliceOutput, rows: npt.NDArray[np.int64], table: SegmentTable, spec: AttentionSpec
@@ -149,8 +156,8 @@ class Carrier(Protocol):
         """Compute attention of prompt chunks to themselves, without sinks.
 
         Args:
-            output: A slice's output. Its k and v serve as slab, with row r in slot r.
-            rows: Rows of q that ``table`` covers in order, int64 [R].
+            output: A slice's output. Its k and v serve as the slab: row r is in slot r.
+            rows: Rows of q, int64 [R], in the order of the queries of ``table``.
             table: Tokens that the rows attend to.
             spec: The attention.
         """
@@ -161,7 +168,7 @@ class Runner(Carrier, Protocol):
 
     Attributes:
         attentions: All attentions of the model.
-        contexts: The context between all slices of the model.
+        contexts: For each two successive slices of the model, the tensors that the first passes to the second.
         slices: Slices whose weights are loaded.
     """
 
@@ -171,17 +178,22 @@ class Runner(Carrier, Protocol):
 
     @property
     def sinks(self) -> Sequence[Floats | None]:
-        """Sink logits float32 [Hq] of the attention before each of ``slices``; None for one without sinks."""
+        """Sink logits float32 [Hq] by attention; None if it has none, or does not precede one of ``slices``."""
 
     def reserve(self, rows: int, draws: int, shards: int) -> None:
-        """Allocate memory for steps of up to ``rows`` rows, of which ``draws`` draw a token, and record graphs.
+        """Allocate memory for steps, and record graphs. Raises torch.OutOfMemoryError if there is too little memory.
 
-        ``shards``: shards per row, see ``Moves``. Raises torch.OutOfMemoryError if there is too little memory.
+        Args:
+            rows: Most rows of a step.
+            draws: Most rows of a step that sample a token.
+            shards: Shards per row, see ``Moves``.
         """
 
     def recorded_steps(self, memory: Any) -> WholeSteps | None:
-        """Return what runs whole steps over ``memory``, a ``memory.device.base.Device`` of this device; None if
-        they always run slice by slice here."""
+        """Return the runner of whole steps over KV in ``memory``; None if this device always runs slice by slice.
+
+        ``memory``: A ``memory.device.base.Device`` on the same GPU or CPU.
+        """
 
     def padded(self, rows: int) -> int:
         """Return the number of rows that ``rows`` are padded to."""
@@ -193,25 +205,30 @@ class Runner(Carrier, Protocol):
         attention: torch.Tensor | None,
         context: tuple[torch.Tensor, ...],
     ) -> SliceOutput:
-        """Return q, k, v and context of slice ``index``, not the last.
+        """Run slice ``index``, which must not be the last; return its q, k, v and context.
 
         ``attention`` and ``context`` may be in host memory. The next slice on this runner may overwrite q, k and v;
-        ``context`` stays valid until two more slices have run with the same ``rows``.
+        the returned context stays valid until two more slices have run with the same ``rows``.
         """
 
     def logits(
         self, rows: Rows, attention: torch.Tensor, context: tuple[torch.Tensor, ...], chosen: torch.Tensor
     ) -> torch.Tensor:
-        """Return logits [len(chosen), vocab] of rows ``chosen``, int64, ascending, until the next call."""
+        """Run the last slice; return logits [len(chosen), vocab], valid until the next call.
+
+        ``chosen``: Rows to compute logits of, int64, ascending.
+        """
 
 
 class Transfers(Protocol):
     """Moves rows of one step between the device and messages; planned once, used for every attention.
 
-    Lists are by memory worker. Arrays are in host memory, and may be overwritten by the next call.
+    Lists, except ``here``, have one item per message, that is, per memory worker. The next call may overwrite returned
+    arrays, which are in host memory.
 
     Attributes:
-        lingers: Whether replies are still being read after ``merged`` returns, until another method returns.
+        lingers: Whether the device may still read replies after ``merged`` has returned, until any other method
+            returns.
     """
 
     lingers: bool
@@ -219,13 +236,16 @@ class Transfers(Protocol):
     def fill_messages(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bodies: Sequence[int] = ()
     ) -> tuple[Sequence[Array], Sequence[Array], Sequence[Array]]:
-        """Return the shards of q, k and v to send, by message: [Rq, Hq / n, D], [Rk, Hkv / n, D], [Rk, Hkv / n, Dv].
+        """Return the shards of q, k and v to send: [Rq, Hq / n, D], [Rk, Hkv / n, D] and [Rk, Hkv / n, Dv].
+
+        n is ``Moves.shards``. Rq and Rk are the lengths of ``Moves.queries`` and ``Moves.appends`` of the message.
 
         Args:
             q: Queries [rows, Hq, D].
             k: Keys [rows, Hkv, D].
             v: Values [rows, Hkv, Dv].
-            bodies: By message, the mapped address to write its k, v and q to instead of its arrays; 0: arrays.
+            bodies: Mapped address to which k, v and q of a message are written; 0: they are written to the returned
+                arrays. Empty: 0 for all messages.
         """
 
     def merged(
@@ -233,12 +253,17 @@ class Transfers(Protocol):
     ) -> torch.Tensor:
         """Merge partials; return out [rows, Hq, Dv] in the model's element type, 0 in padding rows.
 
-        The next call overwrites the result. ``here``: partials computed on this worker, one for each of ``Moves.here``.
-        ``replies``: partials of memory workers; see ``lingers``.
+        The next call overwrites the result.
+
+        Args:
+            spec: The attention.
+            here: Partials computed on this worker, one for each of ``Moves.here``.
+            replies: Partials of memory workers; see ``lingers``.
+            sinks: Sink logits [Hq], if the attention has them.
         """
 
     def bulk(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Array, Array]:
-        """Return all rows of k [rows, Hkv, D] and v [rows, Hkv, Dv]."""
+        """Return all rows of k [rows, Hkv, D] and v [rows, Hkv, Dv] in host memory, copied there if a GPU has them."""
 
     def wait_for_reads(self) -> None:
-        """Return once replies have been read."""
+        """Wait until the device has read the replies passed to ``merged``."""

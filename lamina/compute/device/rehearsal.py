@@ -21,7 +21,7 @@ COSTLIEST = SamplingParams(top_p=0.5, top_k=0, min_p=1e-9, repetition_penalty=1.
 
 
 def rehearse(runner: Runner, rows: int, draws: int, shards: int) -> None:
-    """Run steps of up to ``rows`` rows, of which up to ``draws`` draw a token.
+    """Run steps of up to ``rows`` rows; up to ``draws`` of a step's rows sample a token.
 
     ``shards``: head shards per row. Raises torch.OutOfMemoryError.
     """

@@ -224,7 +224,7 @@ def test_a_launch_line_quantises_what_the_plan_does(
     way = Way(kind=Kind.LOCAL, chunk=128, compute=device, compute_workers=1, tensor_parallel=1)
     (line,) = plan_commands.launching(SimpleNamespace(way=way), shape, model, 100)  # type: ignore[arg-type]
     if lacks:
-        assert line == "lamina launch cannot start this yet: it lacks products of fp8 weights on CPUs."
+        assert line == "lamina launch cannot start this yet: it lacks matrix products with fp8 weights on CPUs."
         return
     settings = parsed(line)
     assert settings["memory"] == "local" and settings["quantization"] == (weights if weights != "auto" else "none")
