@@ -93,6 +93,18 @@ def test_pools_grow_no_further_than_a_memory_worker_has_room_for_links() -> None
     assert pools.wanted["memory"] == 3
 
 
+def test_a_replica_that_leaves_stays_as_a_whole_once_the_other_one_is_lost() -> None:
+    computes = tuple(Member(f"compute{number}", "compute", "cpu", "") for number in range(4))
+    topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(2, 2, ranks=2))
+    pools, resize = pools_of(topology), Resize()
+    pools.resize({"compute": PoolChange(-2, "")}, resize)
+    assert pools.states == {"compute2": "draining", "compute3": "draining"}
+    lost = dict.fromkeys(("compute0", "compute1"), TransportError("killed"))
+    pools.on_workers_lost(lost, topology.without([*lost]))
+    assert not pools.states and pools.topology.computes == ("compute2", "compute3")
+    assert pools.wanted["compute"] == 4 and "it stays" in str(resize.future.exception(0))
+
+
 def test_nobody_leaves_while_a_joiner_is_linked_and_has_not_entered() -> None:
     joins = pools_of(TOPOLOGY)._joins
     assert not joins.is_linking
