@@ -64,6 +64,8 @@ class Fabric:
         links: Transport of each linked pair.
         clocks: Clock of each other machine, by host; empty unless a timeline is recorded.
         pinned: Workers whose arenas may be pinned for RDMA. Such an arena has no space for links to later joiners.
+        most_links: Number of links that each worker's arena has room for, by name. Workers that an earlier engine has
+            started are not in it.
     """
 
     launcher: Launcher
@@ -76,6 +78,7 @@ class Fabric:
     links: dict[Pair, Choice] = field(default_factory=dict)
     clocks: dict[str, Clock] = field(default_factory=dict)
     pinned: set[str] = field(default_factory=set)
+    most_links: dict[str, int] = field(default_factory=dict)
 
     @functools.cached_property
     def slab(self) -> SlabSize:
@@ -93,16 +96,18 @@ class Fabric:
         if hello.rdma and Transport.RDMA in self.transports and not self.plan.config.tls:
             self.pinned.add(name)
 
-    def register_message(self, member: Member, topology: Topology) -> Register:
-        """Return the message that has a member allocate an arena for its links to other members of ``topology``."""
+    def register_message(self, member: Member, topology: Topology, missing: int = 0) -> Register:
+        """Return the message that has a member allocate an arena for its links to other members of ``topology``, and to
+        ``missing`` workers that join later. Record the arena's number of links in ``most_links``."""
         plan, computes, memories = self.plan, topology.computes, len(topology.memories)
-        spare = 0 if member.name in self.pinned else SPARE_LINKS
+        spare = missing + (0 if member.name in self.pinned else SPARE_LINKS)
         if member.role == "compute":
             own = computes.index(member.name)
             linked = sum(topology.pipeline.exchanges(own, other) for other in range(len(computes)))
             size = self.sizes.compute_arena(1 + linked, memories, spare)
         else:
             size = self.sizes.memory_arena(len(computes), memories, spare)
+        self.most_links[member.name] = size.links
         spin_s = plan.machines.spins_s().get(boot_id(member.host), SPIN_S)
         return Register(size, list(self.transports), spin_s, plan.config.tls, plan.is_open)
 
@@ -114,6 +119,7 @@ class Fabric:
         """Forget offers, greetings and links of all workers except ``members``."""
         for name in self.offers.keys() - set(members):
             del self.offers[name], self.greetings[name]
+            self.most_links.pop(name, None)
         for pair in [pair for pair in self.links if not set(pair) <= set(members)]:
             del self.links[pair]
 
@@ -294,15 +300,17 @@ def local_setup(setup: MemorySetup) -> MemorySetup:
 
 
 def link_joiners(
-    control: ControlServer, fabric: Fabric, topology: Topology, joiners: Sequence[Member]
+    control: ControlServer, fabric: Fabric, topology: Topology, joiners: Sequence[Member], missing: int
 ) -> Conversation[None]:
     """Link prepared workers with each other and with the other members of ``topology``.
+
+    ``missing``: number of workers that are to join as well, for whose links the arenas get room.
 
     Raises TransportError if two workers cannot be linked.
     """
     names = [joiner.name for joiner in joiners]
     for joiner in joiners:
-        control.send([joiner.name], fabric.register_message(joiner, topology))
+        control.send([joiner.name], fabric.register_message(joiner, topology, missing))
     registered: dict[str, Registered] = yield Ask(Registered, names, CONNECT_TIMEOUT_S)
     own = {name: registered[name].offer for name in names}
     slots = fabric.link_slots(topology, names)

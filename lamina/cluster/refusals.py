@@ -69,8 +69,8 @@ def _of_replicas(config: EngineConfig, computes: Sequence[str]) -> Iterator[Refu
     if "compute" in bounds and ranks * stages > 1:
         yield Refusal(
             f"autoscale {config.autoscale} and replicas of {ranks * stages} compute workers",
-            "compute workers join and leave one by one, and a part of a replica cannot serve",
-            "autoscale only memory",
+            "autoscaling adds and removes single workers, and a part of a replica cannot serve",
+            "autoscale only memory, and scale compute by lamina scale",
         )
 
 

@@ -164,10 +164,14 @@ class Joins:
         except LaminaError as error:
             self._fail(joiner, error)
 
-    def turn(self, topology: Topology, joined: Callable[[Sequence[Member], Pool], Topology] | None) -> None:
+    def turn(
+        self, topology: Topology, joined: Callable[[Sequence[Member], Pool], Topology] | None, missing: int
+    ) -> None:
         """Detect failed joiners, and begin to link the next one.
 
-        ``joined``: Returns the topology with more members in a pool; None: no joiner may be linked now.
+        Args:
+            joined: Returns the topology with more members in a pool; None: no joiner may be linked now.
+            missing: Number of workers that the pools are to have and ``topology`` lacks.
         """
         self._members = topology.names
         if not self._joiners:
@@ -181,7 +185,7 @@ class Joins:
             if joiner.stage is JoinStage.PREPARED:
                 joiner.stage = JoinStage.LINKING
                 joiner.conversation = link_joiners(
-                    self._control, self._fabric, joined(joiner.members, joiner.pool), joiner.members
+                    self._control, self._fabric, joined(joiner.members, joiner.pool), joiner.members, missing
                 )
                 self._advance(joiner, None)
                 return

@@ -135,6 +135,8 @@ class Pools:
         for pool, count in joiners.items():
             if count:
                 self._check_growth(pool, kinds[pool], count)
+        if any(joiners.values()):
+            self._check_links(sum(change.count for change in changes.values()))
         going = [name for names in leavers.values() for name in names if name not in turning]
         if self.topology.local and any(self.topology.pool_of(name) != "memory" for name in going):
             self._require_single_workers("holds KV, and does not leave")
@@ -213,6 +215,18 @@ class Pools:
             raise ConfigError(
                 f"the model has {slices} slices, too few for {replicas} replicas to take turns in every step; "
                 f"have at most {slices} replicas, or start with --pipelining fixed"
+            )
+
+    def _check_links(self, growth: int) -> None:
+        """Raise ConfigError if a memory worker's arena has too little room for links to all workers that the pools
+        would have. Beyond that, workers that join would take the room of lost ones, which could not be replaced."""
+        most_links, needed = self._fabric.most_links, sum(self.wanted.values()) + growth - 1
+        known = [name for name in self.topology.memories if name in most_links]
+        name = min(known, key=most_links.__getitem__, default="")
+        if name and needed > most_links[name]:
+            raise ConfigError(
+                f"{name} has room for links to {most_links[name]} workers, and the pools would have {needed} others; "
+                "let fewer join, or start the cluster with more workers"
             )
 
     @property
@@ -400,7 +414,9 @@ class Pools:
             _, pool, kinds = due
             self._start(pool, kinds, None)
         self._grant_wishes()
-        self._joins.turn(self.topology, self._joined if steady else None)
+        sizes = self.topology.sizes
+        coming = sum(max(0, count - sizes[pool] + self.leaving(pool)) for pool, count in self.wanted.items())
+        self._joins.turn(self.topology, self._joined if steady else None, coming)
         if steady:
             self._change()
         for name in self._leaves.turn(self.topology.names):

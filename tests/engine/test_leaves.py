@@ -1,4 +1,4 @@
-"""Which workers may leave, and how often lost ones are replaced."""
+"""Which workers may join and leave, and how often lost ones are replaced."""
 
 from typing import cast
 from unittest.mock import Mock
@@ -67,6 +67,7 @@ def pools_of(topology: Topology) -> Pools:
     turn.scheduler.is_drained = lambda name: True
     turn.scheduler.placement = Placement(topology.capacities)
     control, workers, fabric = Mock(), Mock(), Mock(plan=Mock(compute_setup=Mock(local=False), start_s=60.0))
+    fabric.most_links = {}
     control.liveness.awake_s = 0.0
     control.liveness.lost = workers.ended = lambda: {}
     workers.wishes = lambda: ()
@@ -80,6 +81,28 @@ def test_an_emptied_worker_stays_while_the_other_pool_has_none() -> None:
     pools.on_workers_lost({"compute0": TransportError("killed")}, TOPOLOGY.without(["compute0"]))
     pools.turn(steady=True)
     assert pools.topology.memories == TOPOLOGY.memories and pools.states["memory0"] == "draining"
+
+
+def test_pools_grow_no_further_than_a_memory_worker_has_room_for_links() -> None:
+    """Lost workers could not be replaced once others have taken the room of their links."""
+    pools = pools_of(TOPOLOGY)
+    pools._fabric.most_links.update({"memory0": 3, "memory1": 5})
+    with pytest.raises(ConfigError, match="memory0 has room for links to 3 workers, and the pools would have 4 others"):
+        pools.resize({"memory": PoolChange(2, "")}, Resize())
+    pools.resize({"memory": PoolChange(1, "")}, Resize())
+    assert pools.wanted["memory"] == 3
+
+
+def test_a_replica_that_leaves_stays_as_a_whole_once_the_other_one_is_lost() -> None:
+    computes = tuple(Member(f"compute{number}", "compute", "cpu", "") for number in range(4))
+    topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(2, 2, ranks=2))
+    pools, resize = pools_of(topology), Resize()
+    pools.resize({"compute": PoolChange(-2, "")}, resize)
+    assert pools.states == {"compute2": "draining", "compute3": "draining"}
+    lost = dict.fromkeys(("compute0", "compute1"), TransportError("killed"))
+    pools.on_workers_lost(lost, topology.without([*lost]))
+    assert not pools.states and pools.topology.computes == ("compute2", "compute3")
+    assert pools.wanted["compute"] == 4 and "it stays" in str(resize.future.exception(0))
 
 
 def test_nobody_leaves_while_a_joiner_is_linked_and_has_not_entered() -> None:

@@ -162,7 +162,7 @@ def test_each_mistake_is_one_clear_error(
         engine = starting.result(60)
     try:
         streams = Streams(engine, REQUESTS)
-        version = "from lamina.core import version; version.__version__ = '9.9.9'"
+        version = "import lamina.core; lamina.core.__version__ = '9.9.9'"
         unreachable = hosts.worker(NEAR, where, "memory", key, "--address", "10.79.9.9", "--bind", NEAR)
         assert_refused(
             {

@@ -24,8 +24,8 @@ ENDLESS = LONG | {"max_tokens": 800, "n": 4}
 UPGRADE = """
 import os
 if os.path.exists({!r}):
-    from lamina.core import version
-    version.__version__ = "9.9.9"
+    import lamina.core
+    lamina.core.__version__ = "9.9.9"
 """
 
 
