@@ -271,8 +271,8 @@ def _value(stretch: int, place: Hashable) -> _Name:
 class LayerRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators that run inside it, by *stretch*: the operators from one attention to the next.
 
-    Enter it inside the fake tensor mode of ``model``. Layers with equal stretches are equal. Tensors that depend only on
-    the model's inputs (positions, cos, sin) have the same name everywhere, and their operators are not recorded: a
+    Enter it inside the fake tensor mode of ``model``. Layers with equal stretches are equal. Tensors that depend only
+    on the model's inputs (positions, cos, sin) have the same name everywhere, and their operators are not recorded: a
     model may compute them once or in every layer.
 
     Attributes:

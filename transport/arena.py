@@ -125,7 +125,7 @@ class HostMemory:
     """
 
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
-        """Take the arguments of ``Pages``. A TransportError of ``register`` is only logged: messages are then slower."""
+        """Take the arguments of ``Pages``. A TransportError of ``register`` is logged: messages are then slower."""
         self._calls = register, unregister
         self.own = Pages(register, unregister)
         self._failed = False
