@@ -24,6 +24,12 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", MARKER)
 _MOST_HEADER = 256
 """Characters of the longest header; a longer text without ``<|message|>`` is content."""
 
+_TO = r"(\s*to=\S*)?"
+_CUT_HEADER = re.compile(
+    rf"(<\|start\|>\w*|assistant)?{_TO}\s*(<\|channel\|>\s*\w*{_TO}\s*(<\|constrain\|>)?\s*\w*)?(<[|\w]*)?"
+)
+"""A header that is not complete."""
+
 
 class ChannelAnswer:
     """Divides an answer in channels into reasoning, content and tool calls."""
@@ -38,7 +44,10 @@ class ChannelAnswer:
         self._had_arguments = True
         if self._in_header and tail != "assistant":
             self.append(tail)
-        self._begun = not self._in_header
+            self._index = -1
+            if not self._in_header:  # the prompt ends within a message, of which the answer repeats nothing
+                self._rest = ""
+                self._kind = self._kind or Content
 
     def append(self, text: str) -> list[Event]:
         """Return what further text adds."""
@@ -49,13 +58,13 @@ class ChannelAnswer:
         return events
 
     def flush(self) -> list[Event]:
-        """Return what was held back. A header that the answer's end cuts off is left out."""
+        """Return what was held back. A header that the answer's end cuts off is left out; other text is content."""
         rest, self._rest = self._rest, ""
         events: list[Event] = []
         if not self._in_header:
             self._add(rest, events)
             self._end_message(events)
-        elif rest and not self._begun and not rest.startswith("<|"):
+        elif _CUT_HEADER.fullmatch(rest) is None:
             events.append(Content(rest))
         return events
 
@@ -63,18 +72,22 @@ class ChannelAnswer:
         header, found, rest = self._rest.partition(_MESSAGE)
         if not found and len(header) <= _MOST_HEADER:
             return False
-        self._in_header, self._begun = False, True
+        self._in_header = False
         self._kind = Content
-        if not found:
+        if len(header) > _MOST_HEADER:  # no header: its marker is text too, since another header would begin with it
+            marker = next((len(one) for one in _ENDS if header.startswith(one)), 0)
+            self._add(header[:marker], events)
+            self._rest = self._rest[marker:]
             return True
         self._rest = rest
+        header = header.rpartition("<|start|>")[2]
         to = re.search(r"\bto=([^\s<]+)", header)
-        channel = re.search(r"<\|channel\|>\s*(\w+)", header)
+        channels = re.findall(r"<\|channel\|>\s*(\w+)", header)
         if to is not None and to[1] not in ("assistant", "all"):
             self._kind, self._had_arguments = None, False
             self._index += 1
             events.append(CallBegins(self._index, to[1].removeprefix("functions.")))
-        elif channel is not None and channel[1] == "analysis":
+        elif channels[-1:] == ["analysis"]:
             self._kind = Reasoning
         return True
 

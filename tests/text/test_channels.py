@@ -41,6 +41,22 @@ ANSWERS: dict[str, tuple[str, tuple[str, str, list[tuple[str, str]]]]] = {
     ),
     "no end": (THOUGHT.removesuffix("<|end|>") + "<|channel|>final<|message|>Yes", ("Yes", "We < must.", [])),
     "cut in a header": (THOUGHT + NEXT + "<|channel|>fin", ("", "We < must.", [])),
+    "headers without a message": (
+        "<|channel|>analysis<|end|>" + NEXT + "<|channel|>final<|message|>Hi",
+        ("Hi", "", []),
+    ),
+    "a marker as text, which nothing follows": (
+        "<|channel|>final<|message|>I like <|channel|> markers, and more",
+        ("I like <|channel|> markers, and more", "", []),
+    ),
+    "a header that never ends": (
+        "<|channel|>analysis " + 300 * "z",
+        ("<|channel|>analysis " + 300 * "z", "", []),
+    ),
+    "a marker as text, which much follows": (
+        "<|channel|>final<|message|>So <|channel|>" + 300 * "z" + "<|channel|>final<|message|>!",
+        ("So <|channel|>" + 300 * "z" + "!", "", []),
+    ),
     "no format": ("Hello <|you", ("Hello <|you", "", [])),
     "empty": ("", ("", "", [])),
 }
@@ -57,6 +73,10 @@ def test_an_answer_may_continue_a_message() -> None:
     for prompt in (PROMPT + "<|channel|>final<|message|>So", "no format: So"):
         assert read(ChannelAnswer(prompt), " it is.", None) == (" it is.", "", [])
     assert read(ChannelAnswer(PROMPT + "<|channel|>analysis<|message|>So"), " it is.", None) == ("", " it is.", [])
+    assert read(ChannelAnswer(PROMPT + "<|channel|>final<|message|>if a <"), " b", None) == (" b", "", [])
+    call = PROMPT + "<|channel|>commentary to=functions.look<|message|>"
+    assert read(ChannelAnswer(call), "{}", None) == ("{}", "", [])
+    assert read(ChannelAnswer(PROMPT + "<|channel|>" + 300 * "z"), "!", None) == ("!", "", [])
 
 
 def test_text_without_the_format_is_content_although_it_is_long() -> None:
