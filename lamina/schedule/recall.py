@@ -33,9 +33,10 @@ class Recall:
     Of several completions of a request, only the prompt is found again: they are forked once it has run.
     """
 
-    def __init__(self, placement: Placement, prefixes: PrefixCache, window: int) -> None:
-        """``window``: The largest window of layers that forget tokens; 0 if none does."""
-        self._placement, self._prefixes, self._window = placement, prefixes, window
+    def __init__(self, placement: Placement, prefixes: PrefixCache, windowed: bool) -> None:
+        """``windowed``: Whether a layer forgets tokens. Then nothing is kept: a worker may have forgotten tokens that
+        the last one kept still attends to."""
+        self._placement, self._prefixes, self._windowed = placement, prefixes, windowed
         self._kept: dict[str, list[_Kept]] = {}  # by request id
         self._claims: list[tuple[_Kept, Request, Drawn | None]] = []  # for the next plan
 
@@ -51,7 +52,7 @@ class Recall:
                 if tokens <= self._placement.left(place):  # places may share workers: one after the other
                     self._placement.reserve_on(place, tokens)
                     kept.reserved[place] = tokens
-            if sum(kept.reserved.values()) == one.tokens:
+            if not self._windowed and sum(kept.reserved.values()) == one.tokens:
                 self._kept.setdefault(one.request, []).append(kept)
             else:
                 self._free(kept)
@@ -65,10 +66,8 @@ class Recall:
         for one, request, drawn in self._claims:
             self._free(one)
             tokens = [*request.prompt_token_ids, *(drawn or {}).get(one.index, ())]
-            length = min(one.tokens, len(tokens))
-            if not self._window or length == one.tokens:  # else a layer may have forgotten tokens before its end
-                salt = request.params.cache_salt
-                self._prefixes.keep_sequence(salt, ids_of(tokens[:length]), one.sequence, one.segments)
+            ids = ids_of(tokens[: one.tokens])
+            self._prefixes.keep_sequence(request.params.cache_salt, ids, one.sequence, one.segments)
         self._claims.clear()
 
     def drop(self) -> None:

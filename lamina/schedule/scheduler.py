@@ -100,7 +100,7 @@ class Scheduler:
         self._sequences = itertools.count()
         self._steps = itertools.count(1)
         self.prefixes = PrefixCache(placement, self._sequences, prefix_cache, window)
-        self._recall = Recall(placement, self.prefixes, window)
+        self._recall = Recall(placement, self.prefixes, window > 0)
         self._residents = Residents(placement, self.prefixes, self._lanes)
         self._admissions = Admissions(limits, placement, self._residents, self.prefixes, policy)
         self._dealer = Dealer(

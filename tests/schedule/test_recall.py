@@ -13,9 +13,9 @@ from lamina.schedule.recall import Recall
 HALVES = [Segment(7, "memory0", (0, 2), (0, None)), Segment(7, "memory1", (2, 4), (0, None))]
 
 
-def recall(placement: Placement) -> tuple[Recall, PrefixCache]:
+def recall(placement: Placement, windowed: bool = False) -> tuple[Recall, PrefixCache]:
     prefixes = PrefixCache(placement, itertools.count(8))
-    return Recall(placement, prefixes, 0), prefixes
+    return Recall(placement, prefixes, windowed), prefixes
 
 
 def kept(tokens: int, *segments: Segment) -> Computed:
@@ -43,3 +43,10 @@ def test_what_nobody_comes_for_or_has_no_place_is_released() -> None:
         assert sum(placement.reserved.values()) == (40 if (segments, tokens) == (HALVES, 40) else 0)
         under_test.drop()
         assert not any(placement.reserved.values()) and prefixes.changes() == ([], [7])
+
+
+def test_nothing_is_kept_of_layers_that_may_have_forgotten_its_last_window() -> None:
+    placement = Placement({"memory0": 100})
+    under_test, prefixes = recall(placement, windowed=True)
+    under_test.keep([kept(40, Segment(7, "memory0", (0, 4), (0, None)))])
+    assert not under_test and not any(placement.reserved.values()) and prefixes.changes() == ([], [7])
