@@ -174,7 +174,8 @@ class MemoryWorker(WorkerLoop):
         for lane in self._lanes:
             lane.drop()
         self._hub.restart(topology)
-        self._channels = {name: self._channels[name] for name in topology.computes}
+        members = set(topology.computes)  # one that joins, and whose link was cut, has no channel
+        self._channels = {name: channel for name, channel in self._channels.items() if name in members}
         self._slots.unmap_others(self._channels)
         self._doors = self._closed_doors()
         self._pipeline, self._computes = topology.pipeline, topology.computes
