@@ -225,7 +225,7 @@ class ComputeWorker(WorkerLoop):
         step = ready.steps[0]
         self._run_slice(ready)
         self._mail.flush()
-        if unsent:  # reports wait for a pause, but for one slice at most
+        if unsent and not step.is_launched:  # reports wait for a pause, but for one slice at most
             self._answer()
         while len(active) == 1 and self._can_continue(ready, step):
             self._run_slice(ready)
