@@ -44,7 +44,8 @@ class LiveTimeline:
         there = next((member.host for member in topology.members if member.name == worker), host())
         ahead = 0 if boot_id(there) == boot_id(host()) else message.sent_ns - now_ns
         spans = [Span(span.stage, span.lane, span.begin_ns - ahead, span.end_ns - ahead) for span in message.spans]
-        self._latest = {**self._latest, worker: (now_ns, spans)}
+        fresh = {name: latest for name, latest in self._latest.items() if now_ns < latest[0] + SHOWN_NS}
+        self._latest = {**fresh, worker: (now_ns, spans)}
 
     def spans(self) -> dict[str, list[Span]]:
         """Return the latest window of each worker that replies, in this process's clock.

@@ -108,7 +108,7 @@ class RecordedSteps:
         table = self._table(count)
         key = count, table.reads
         if key not in self._recordings and not self._fails:
-            stale = [each for each in self._recordings if each[0] == count and each[1][0] is not table.reads[0]]
+            stale = [each for each in self._recordings if each[1][0] is not table.reads[0]]
             for each in stale:  # page tables have moved to a larger array
                 del self._recordings[each]
             try:
