@@ -341,8 +341,9 @@ class Pools:
                 kinds = tuple(members[one].kind for one in together)
                 self._replace(pools[name], kinds, reason, all(one in uncounted for one in together))
         for name in self._leaves.apply_topology(topology):  # they have to stay
-            self.wanted[pools[name]] += 1
-            self._resizes.pop(name).fail(WorkerError(name, "it stays: all others of its pool were lost"))
+            if (resize := self._resizes.pop(name, None)) is not None:  # else it had asked to leave by itself
+                self.wanted[pools[name]] += 1
+                resize.fail(WorkerError(name, "it stays: all others of its pool were lost"))
 
     def _replace(self, pool: Pool, kinds: Kinds, reason: LaminaError, free: bool = False) -> None:
         role = role_of(pool)
@@ -354,7 +355,9 @@ class Pools:
             log.warning("%s; another takes its place once enough workers of other machines come", reason)
             return
         at = now if free and restarts.most else restarts.next(now)
-        if at is not None:
+        if at is None:
+            log.error("%s; it is not replaced: max_restarts %d is used up", reason, restarts.most)
+        else:
             self._due.append((at, pool, kinds))
 
     def _start_offered(self, role: Role, kind: str) -> None:
@@ -426,6 +429,7 @@ class Pools:
 
     def _change(self) -> None:
         """Make the topology changes that are possible before the next step is planned."""
+        self._turn.resume()  # what steps were to complete for may be gone, such as a joiner that has died
         if (joiner := self._joins.linked) is not None:
             following = self._joined(joiner.members, joiner.pool)
             if self._may_adopt(following):

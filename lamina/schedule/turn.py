@@ -93,6 +93,7 @@ class Turn:
         scheduler: The requests. The driver calls ``validate_request``, ``submit``, ``end_completion``, ``abort`` and
             ``migrated``; the turn calls all other methods.
         in_flight: Plans by step, until ``complete``.
+        is_paused: Whether no step is planned, see ``pause``.
         busy_s: Seconds that compute workers have spent in slices so far.
         prefill_busy_s: Those of replicas that only run prompts.
         between_s: Seconds of a step in which sequences decode, lately.
@@ -140,7 +141,7 @@ class Turn:
         self.busy_s = self.prefill_busy_s = self.between_s = 0.0
         self._pipeline = pipeline
         self._epoch_ends = False  # until the next epoch begins
-        self._paused = False
+        self.is_paused = False
         self._serves = True  # both roles have a worker
         self._depth = DEPTH if plan_ahead else 1
         self._answers = Answers()
@@ -189,8 +190,12 @@ class Turn:
             self._chooser.set_memory_workers(topology.capacities)
 
     def pause(self) -> None:
-        """Plan no step until ``change_members``. Steps in flight complete."""
-        self._paused = True
+        """Plan no step until ``resume`` or ``change_members``. Steps in flight complete."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Plan steps again."""
+        self.is_paused = False
 
     def change_members(self, topology: Topology) -> None:
         """Adapt to other members within the epoch. Workers that leave must hold no KV.
@@ -199,14 +204,14 @@ class Turn:
         """
         if self.in_flight and topology.pipeline != self._pipeline:
             raise ValueError(f"the replicas cannot change: {len(self.in_flight)} steps are in flight")
-        self._paused = False
+        self.is_paused = False
         replaced = topology.pipeline != self._pipeline
         self._follow(topology)
         self.scheduler.change_members(topology, deal_again=replaced)
 
     def begin_epoch(self) -> None:
         """Plan steps again: all members are ready for the next epoch."""
-        self._epoch_ends = self._paused = False
+        self._epoch_ends = self.is_paused = False
 
     def in_order(self, answer: StepDone) -> list[StepDone]:
         """Return the answers to pass to ``complete`` now that ``answer`` has arrived: none while an earlier answer is
@@ -255,7 +260,7 @@ class Turn:
     def plan(self, now: float) -> Iterator[StepPlan]:
         """Yield the steps to send now; each is in flight once it is yielded. ``now`` is in seconds of any monotonic
         clock."""
-        if self._epoch_ends or self._paused or not self._serves:
+        if self._epoch_ends or self.is_paused or not self._serves:
             return
         if self._suspects.searching:
             self._clear_suspects()

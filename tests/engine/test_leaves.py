@@ -1,5 +1,6 @@
 """Which workers may join and leave, and how often lost ones are replaced."""
 
+from collections.abc import Sequence
 from typing import cast
 from unittest.mock import Mock
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.cluster.conversations import Workers
+from lamina.cluster.conversations import Wish, Workers
 from lamina.cluster.pool import PoolChange
 from lamina.control.liveness import MOST_WAIT_S, WINDOW_S, Restarts
 from lamina.control.sockets import ControlServer
@@ -17,6 +18,8 @@ from lamina.core.topology import FIRST, Member, Topology
 from lamina.engine.changes import Joiner, JoinStage, Leaves
 from lamina.engine.pools import Pools, Resize
 from lamina.kv.placement import Placement
+from lamina.schedule.limits import Limits
+from lamina.schedule.turn import Turn
 from tests.support.schedules import plan_of, request, scheduler
 
 TOPOLOGY = Topology(
@@ -60,17 +63,24 @@ def test_replacements_are_bounded_and_wait_longer_and_longer(most: int, losses: 
             allowed.append(now)
 
 
-def pools_of(topology: Topology) -> Pools:
-    """Pools whose launcher starts nothing, and whose memory workers are empty at once."""
-    turn = Mock()
-    turn.in_flight, turn.scheduler.requests = {}, []
-    turn.scheduler.is_drained = lambda name: True
-    turn.scheduler.placement = Placement(topology.capacities)
+def pools_of(
+    topology: Topology, turn: Turn | None = None, is_drained: bool = True, wishes: Sequence[Wish] = ()
+) -> Pools:
+    """Return pools whose launcher starts nothing.
+
+    Args:
+        is_drained: Whether memory workers are empty at once.
+    """
+    if turn is None:
+        turn = Mock()
+        turn.in_flight, turn.scheduler.requests = {}, []
+        turn.scheduler.is_drained = lambda name: is_drained
+        turn.scheduler.placement = Placement(topology.capacities)
     control, workers, fabric = Mock(), Mock(), Mock(plan=Mock(compute_setup=Mock(local=False), start_s=60.0))
-    fabric.most_links = {}
+    fabric.most_links, fabric.memory_setup.attentions = {}, [Mock(), Mock()]
     control.liveness.awake_s = 0.0
     control.liveness.lost = workers.ended = lambda: {}
-    workers.wishes = lambda: ()
+    workers.wishes = lambda: wishes
     return Pools(control, workers, fabric, topology, turn, lambda following: 1, lambda host: 0, 8, topology.sizes)
 
 
@@ -111,3 +121,26 @@ def test_nobody_leaves_while_a_joiner_is_linked_and_has_not_entered() -> None:
     for stage, links in zip(JoinStage, (False, False, True, True), strict=True):
         joins._joiners[:] = [Joiner(("memory2",), "memory", 0.0, Mock(), Mock(), stage)]
         assert joins.is_linking == links
+
+
+def test_a_worker_that_asked_to_leave_stays_once_the_other_one_is_lost() -> None:
+    wish = Wish("memory", "remote", "memory1")
+    pools = pools_of(TOPOLOGY, is_drained=False, wishes=[wish])
+    pools.turn(steady=True)
+    assert pools.states == {"memory1": "draining"}
+    pools.on_workers_lost({"memory0": TransportError("killed")}, TOPOLOGY.without(["memory0"]))
+    assert not pools.states and pools.wanted["memory"] == 2
+
+
+def test_steps_are_planned_again_when_a_joiner_dies_for_which_they_paused() -> None:
+    turn = Turn(Limits(8, 64, 60), Placement(TOPOLOGY.capacities), TOPOLOGY.pipeline, attentions=2, kv_heads=4)
+    pools = pools_of(TOPOLOGY, turn)
+    joiner = Member("compute1", "compute", "cpu", "")
+    joining = Joiner(("compute1",), "compute", 0.0, Mock(), Mock(), JoinStage.LINKED, members=(joiner,))
+    pools._joins._joiners.append(joining)
+    turn.in_flight[1] = Mock()
+    pools.turn(steady=True)
+    assert turn.is_paused
+    pools._joins._joiners.clear()
+    pools.turn(steady=True)
+    assert not turn.is_paused
