@@ -302,7 +302,7 @@ class Engine:
         with self._lock:
             if self._ended is not None:
                 return {}
-            self._commands.append(lambda: self._live.ask(self.topology))
+            self._commands.append(lambda: self._live.request_windows(self.topology))
         self._control.wake()
         return self._live.spans()
 
@@ -388,7 +388,7 @@ class Engine:
             for done in self._turn.in_order(message):
                 self._complete(done)
         elif isinstance(message, Observed):
-            self._live.receive(worker, message, self.topology)
+            self._live.keep_window(worker, message, self.topology)
         else:
             self._members.handle_message(worker, message)
 

@@ -31,14 +31,14 @@ class LiveTimeline:
         self._asked_ns = 0
         self._latest: Mapping[str, tuple[int, list[Span]]] = {}  # by worker: time of arrival, spans
 
-    def ask(self, topology: Topology) -> None:
+    def request_windows(self, topology: Topology) -> None:
         """Ask all workers for a window, unless that was done a moment ago."""
         now_ns = time.monotonic_ns()
         if now_ns >= self._asked_ns + BETWEEN_NS:
             self._asked_ns = now_ns
             self._tell([member.name for member in topology.members], Observe())
 
-    def receive(self, worker: str, message: Observed, topology: Topology) -> None:
+    def keep_window(self, worker: str, message: Observed, topology: Topology) -> None:
         """Keep the window of a worker. Times of another machine are moved by the difference at its arrival."""
         now_ns = time.monotonic_ns()
         there = next((member.host for member in topology.members if member.name == worker), host())

@@ -53,10 +53,10 @@ class RoleBalance:
             self._wanted, self._since = wanted, now
         if not wanted or now - self._since < HOLD_S:
             return 0
-        self.restart()
+        self.forget()
         return wanted
 
-    def restart(self) -> None:
+    def forget(self) -> None:
         """Forget what was seen: the replicas are others now."""
         self._wanted = 0
 

@@ -127,7 +127,7 @@ class RecordedSteps:
         logits: list[Tensor] = []
 
         def work() -> None:
-            table.plan()
+            table.divide_work()
             arrived: tuple[Tensor, ...] = ()
             for index, (spec, sinks) in enumerate(zip(self._slices.attentions, self._sinks, strict=True)):
                 results = self._slices.launch(index, count, arrived)

@@ -435,7 +435,7 @@ class FixedTable:
         self._table = GpuTable(table.device, table.pages, self._attention, None)
         return True
 
-    def plan(self) -> None:
+    def divide_work(self) -> None:
         """Cut the step's work. The first part of a recording."""
         self._attention.plan_again()
 
