@@ -281,7 +281,8 @@ class Attention:
         self._words[...] = other._words
         self.step_class, self._joins, self._rows = other.step_class, other._joins, other._rows
         self._most_rows, self._new_rows = other._most_rows, other._new_rows
-        self._current = {pairs: self._cut(pairs, self.step_class) for pairs in other._current}
+        # Not those of ``other``, which may have served prompt chunks before.
+        self._current = {pairs: self._cut(pairs, self.step_class) for pairs in self._current}
 
     def plan_again(self) -> None:
         """Cut the work of the step that was copied last. Can be captured, together with ``partial``."""
