@@ -302,7 +302,7 @@ def test_closing_ends_the_waits(pair: Pair) -> None:
 
 def test_a_cpu_has_nothing_that_polls() -> None:
     assert not any(gpu_polls("cpu", asked) for asked in ("auto", "host", "device"))
-    with pytest.raises(ConfigError, match="memory workers on CPUs have no device that could poll"):
+    with pytest.raises(ConfigError, match="only GPUs can poll for messages themselves"):
         launch(EngineConfig(memory="cpu:2", polling="device"))
 
 

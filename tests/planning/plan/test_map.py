@@ -155,7 +155,7 @@ def test_the_simulator_chooses_between_the_best_ways_of_a_side(monkeypatch: pyte
         limits[id(one)] = most_usd
         return None if plan_map.side(one.way) == "offloaded" else Run(one.requests_s / (1 if one is second else 2))
 
-    monkeypatch.setattr("lamina.planning.simulate.trial.Course.most", most)
+    monkeypatch.setattr("lamina.planning.simulate.trial.Course.highest_load", most)
     measured = simulated.simulate(cell, shape, RENTS, Slo())
     assert measured.alone == second and measured.offloaded is None and measured.simulated
     # The second is run only as long as it may be cheaper than the first, whose rate was half of the closed form's.
