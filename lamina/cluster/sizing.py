@@ -109,10 +109,9 @@ def _lanes(config: EngineConfig, computes: int, shared: bool, local: bool) -> Pi
         if may_rotate and replicas > 1 and config.polling != "device":
             choices.append(Arrangement(replicas + 1, rotates=True))
         return Pipeline(most * units, replicas, choices=tuple(choices), ranks=ranks, stages=stages)
-    rotational = stages == 1 and config.pipelining == "rotational"
-    # An engine that takes over counts the replicas that are left, for which the settings were not checked.
-    lanes = units + 1 if rotational else max(config.lanes or units, units)
-    rotates = may_rotate and (rotational or lanes == replicas + 1)
+    default = units + 1 if stages == 1 and config.pipelining == "rotational" else units
+    lanes = config.lanes or default
+    rotates = may_rotate and (lanes == replicas + 1 or config.pipelining == "rotational")
     return Pipeline(lanes, replicas, rotates, ranks=ranks, stages=stages)
 
 
