@@ -113,9 +113,9 @@ def test_a_trace_gives_lengths_and_what_prompts_have_in_common(server: Running, 
     trace = tmp_path / "trace.jsonl"
     rows = [
         {"timestamp": 0, "input_length": 30, "output_length": 9, "content": [[1, 20], [2, 10]], "answer": 3},
-        {"timestamp": 500, "input_length": 32, "output_length": 8, "content": [[1, 20], [2, 10], [3, 2]]},
-        {"timestamp": 510, "input_length": 5, "output_length": 7},
-        {"timestamp": 520, "input_length": 5, "output_length": 6},
+        {"timestamp": 4000, "input_length": 32, "output_length": 8, "content": [[1, 20], [2, 10], [3, 2]]},
+        {"timestamp": 4010, "input_length": 5, "output_length": 7},
+        {"timestamp": 4020, "input_length": 5, "output_length": 6},
     ]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run("--url", server.url, "--trace", str(trace), "--speed", "2", "--requests", "3")
