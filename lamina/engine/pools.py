@@ -90,7 +90,6 @@ class Pools:
         self._restarts: Mapping[Role, Restarts] = {"compute": Restarts(max_restarts), "memory": Restarts(max_restarts)}
         self._due: list[tuple[float, Pool, Kinds]] = []  # replacements: when to start them
         self._turning: dict[str, Pool] = {}  # members that change their role, and the pool that they are to be in
-        self._offers = 0  # compute workers of other machines that wait for the rest of a replica
         self._vacant: list[tuple[Pool, Kinds]] = []  # lost replicas that workers of other machines belonged to
         self._moving = set[str]()  # leaving members whose replacements were started
         self._awaited: dict[Role, float] = {}  # until when a worker of another machine may replace a lost one
@@ -101,7 +100,7 @@ class Pools:
 
     def _missing(self, pool: Pool) -> list[Kinds]:
         """Return the kinds of the workers that an earlier engine has lost: of whole replicas."""
-        each = 1 if pool == "memory" else self._pipeline.workers
+        each = self._together(pool)
         count = (self.wanted[pool] - self.topology.sizes[pool]) // each
         default: Kinds = (self._fabric.launcher.default_kind(pool),) * each
         if count <= 0 or each == 1:
@@ -150,9 +149,13 @@ class Pools:
         for name in going:
             self._leaves.begin_leave(name, self.topology)
         for pool, count in joiners.items():
-            together = 1 if pool == "memory" else self._pipeline.workers
+            together = self._together(pool)
             for _ in range(count // together):
                 self._start(pool, (kinds[pool],) * together, resize)
+
+    def _together(self, pool: Pool) -> int:
+        """Return how many workers of a pool join together: one memory worker, or all workers of a replica."""
+        return 1 if pool == "memory" else self._pipeline.workers
 
     def _require_whole_replicas(self, pool: Pool, count: int) -> None:
         workers = self._pipeline.workers
@@ -362,14 +365,11 @@ class Pools:
 
     def _start_offered(self, role: Role, kind: str) -> None:
         """Start workers of other machines that want to join, once there are enough for a whole replica."""
-        if role == "memory":
-            self._start(role, (kind,), None)
-            return
-        self._offers += 1
-        pool, kinds = self._vacant[0] if self._vacant else (role, (kind,) * self._pipeline.workers)
-        if self._offers >= kinds.count(REMOTE):
-            self._offers -= kinds.count(REMOTE)
-            del self._vacant[:1]
+        lost = next((one for one in self._vacant if role_of(one[0]) == role), None)
+        pool, kinds = lost or (role, (kind,) * self._together(role))
+        if self._fabric.launcher.waiting(role) >= kinds.count(REMOTE):
+            if lost is not None:
+                self._vacant.remove(lost)
             self._start(pool, kinds, None)
 
     def _await(self, pool: Pool, kinds: Kinds) -> None:

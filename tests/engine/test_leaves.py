@@ -14,7 +14,7 @@ from lamina.control.liveness import MOST_WAIT_S, WINDOW_S, Restarts
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, TransportError
 from lamina.core.pipeline import Pipeline
-from lamina.core.topology import FIRST, Member, Topology
+from lamina.core.topology import FIRST, Member, Role, Topology
 from lamina.engine.changes import Joiner, JoinStage, Leaves
 from lamina.engine.pools import Pools, Resize
 from lamina.kv.placement import Placement
@@ -64,12 +64,17 @@ def test_replacements_are_bounded_and_wait_longer_and_longer(most: int, losses: 
 
 
 def pools_of(
-    topology: Topology, turn: Turn | None = None, is_drained: bool = True, wishes: Sequence[Wish] = ()
+    topology: Topology,
+    turn: Turn | None = None,
+    is_drained: bool = True,
+    wishes: Sequence[Wish] = (),
+    agents: Sequence[Role] = (),
 ) -> Pools:
     """Return pools whose launcher starts nothing.
 
     Args:
         is_drained: Whether memory workers are empty at once.
+        agents: Roles of the agents of other machines that wait for a worker; read whenever the launcher is asked.
     """
     if turn is None:
         turn = Mock()
@@ -78,6 +83,7 @@ def pools_of(
         turn.scheduler.placement = Placement(topology.capacities)
     control, workers, fabric = Mock(), Mock(), Mock(plan=Mock(compute_setup=Mock(local=False), start_s=60.0))
     fabric.most_links, fabric.memory_setup.attentions = {}, [Mock(), Mock()]
+    fabric.launcher.waiting = lambda role: list(agents).count(role)
     control.liveness.awake_s = 0.0
     control.liveness.lost = workers.ended = lambda: {}
     workers.wishes = lambda: wishes
@@ -130,6 +136,18 @@ def test_a_worker_that_asked_to_leave_stays_once_the_other_one_is_lost() -> None
     assert pools.states == {"memory1": "draining"}
     pools.on_workers_lost({"memory0": TransportError("killed")}, TOPOLOGY.without(["memory0"]))
     assert not pools.states and pools.wanted["memory"] == 2
+
+
+def test_a_replica_starts_once_as_many_agents_wait_as_it_has_workers() -> None:
+    """An agent that has gone before the next one applies does not count."""
+    computes = tuple(Member(f"compute{number}", "compute", "cpu", "") for number in range(2))
+    topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(1, 1, ranks=2))
+    wishes, agents = list[Wish](), list[Role]()
+    pools = pools_of(topology, wishes=wishes, agents=agents)
+    for waiting, joining in ((1, 0), (1, 0), (2, 2)):
+        wishes[:], agents[:] = [Wish("compute", "remote")], ["compute"] * waiting
+        pools.turn(steady=True)
+        assert pools.coming("compute") == joining
 
 
 def test_steps_are_planned_again_when_a_joiner_dies_for_which_they_paused() -> None:
