@@ -89,19 +89,33 @@ class Pools:
         self._resizes: dict[str, Resize] = {}
         self._restarts: Mapping[Role, Restarts] = {"compute": Restarts(max_restarts), "memory": Restarts(max_restarts)}
         self._due: list[tuple[float, Pool, Kinds]] = []  # replacements: when to start them
-        self._turning: dict[str, Pool] = {}  # members that change their role, and the pool that they are to be in
+        self._turning = dict[str, Pool]()  # members that change their role, and the pool that they are to be in
         self._vacant: list[tuple[Pool, Kinds]] = []  # lost replicas that workers of other machines belonged to
         self._moving = set[str]()  # leaving members whose replacements were started
         self._awaited: dict[Role, float] = {}  # until when a worker of another machine may replace a lost one
         self._reasons: dict[Role, LaminaError] = {}  # why the latest worker of a role was lost or did not start
+        self._turning = self._turners_of_lost_engine()
         for pool in topology.sizes:
             for kinds in self._missing(pool):
                 self._replace(pool, kinds, WorkerError(pool, "it was lost with an earlier engine"))
 
+    def _turners_of_lost_engine(self) -> dict[str, Pool]:
+        """Return the workers whose role an earlier engine was to change, with their new pool.
+
+        Its target sizes count them in their new pool: one pool lacks workers, and the other one has too many.
+        """
+        sizes = self.topology.sizes
+        for grown, shrunk in (COMPUTE_POOLS, COMPUTE_POOLS[::-1]):
+            spare = sizes[shrunk] - max(self.wanted[shrunk], self._least(shrunk))
+            if (count := min(self.wanted[grown] - sizes[grown], spare)) > 0:
+                return dict.fromkeys(self._leavers(shrunk, PoolChange(-count)), grown)
+        return {}
+
     def _missing(self, pool: Pool) -> list[Kinds]:
         """Return the kinds of the workers that an earlier engine has lost: of whole replicas."""
         each = self._together(pool)
-        count = (self.wanted[pool] - self.topology.sizes[pool]) // each
+        turning = [*self._turning.values()].count(pool)
+        count = (self.wanted[pool] - self.topology.sizes[pool] - turning) // each
         default: Kinds = (self._fabric.launcher.default_kind(pool),) * each
         if count <= 0 or each == 1:
             return [default] * count
@@ -236,12 +250,16 @@ class Pools:
     def _coming_computes(self) -> int:
         return sum(self._joins.count(pool) for pool in COMPUTE_POOLS)
 
+    def _least(self, pool: Pool) -> int:
+        """Return how many workers must stay in a pool."""
+        return {"prefill": 0, "compute": self._pipeline.workers, "memory": 0 if self.topology.local else 1}[pool]
+
     def _leavers(self, pool: Pool, change: PoolChange) -> list[str]:
         """Return the workers to remove: the memory workers that hold least, the compute workers that joined last."""
         count, topology = -change.count, self.topology
         gone = {*self._leaves.names, *self._turning}
         members = [one for one in topology.members if topology.pool_of(one.name) == pool and one.name not in gone]
-        least = {"prefill": 0, "compute": self._pipeline.workers, "memory": 0 if topology.local else 1}[pool]
+        least = self._least(pool)
         if count > len(members) - least:
             raise ConfigError(
                 f"the {pool} pool has {len(members)}, of which {least} must stay: {count} cannot leave. "
