@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from lamina.compute.constraints import Constraint, Grammars
+from lamina.compute.constraints import Grammars
 from lamina.compute.device import make
 from lamina.compute.device.base import Device, Runner, Sums
 from lamina.compute.exchange import StepExchange
@@ -22,11 +22,10 @@ from lamina.compute.loading import load, load_tokenizer
 from lamina.compute.local_memory import LocalMemory
 from lamina.compute.mail import Mail
 from lamina.compute.ranks import EpochEndingError, RankWait, SliceOrder
-from lamina.compute.sampler import Row, sample
+from lamina.compute.sequences import Sequences
 from lamina.compute.step import Replica, StepRun
 from lamina.control.messages import (
     REPORT_S,
-    Computed,
     ComputeSetup,
     Connect,
     Connected,
@@ -37,12 +36,10 @@ from lamina.control.messages import (
     Working,
 )
 from lamina.control.sockets import Bootstrap, ControlClient, expect
-from lamina.core.errors import DeadlineError, LogitsError
+from lamina.core.errors import DeadlineError
 from lamina.core.heads import HeadShards
-from lamina.core.segments import by_sequence, for_sequence, forked, grown, moved
-from lamina.core.steps import Admission, StepPlan
+from lamina.core.steps import StepPlan
 from lamina.core.topology import Topology
-from lamina.core.types import Segment
 from lamina.dataplane.channel import first_use
 from lamina.dataplane.fetching import Fetcher
 from lamina.dataplane.wire import check_placements
@@ -66,48 +63,6 @@ AHEAD_SLICE_S = 1e-4  # between two looks for the next plan while the device run
 
 
 @dataclass
-class SequenceCopy:
-    """State from which tokens of one completion are drawn.
-
-    Attributes:
-        admission: The request's admission.
-        sequence: Number of the sequence.
-        index: Index of the completion within its request.
-        generated: Generated tokens that steps have run, in order.
-        constraint: State of the completion's grammar, if it has one.
-    """
-
-    admission: Admission
-    sequence: int
-    index: int
-    generated: list[int] = field(default_factory=list)
-    constraint: Constraint | None = None
-
-    def row(self, position: int, eos_token_ids: list[int]) -> Row:
-        """Return the sampler's view of the token to draw for ``position``."""
-        return Row(
-            sequence=self.sequence,
-            params=self.admission.params,
-            seed=self.admission.seed,
-            completion=self.index,
-            generated=position - self.admission.prompt_length,
-            eos_token_ids=eos_token_ids,
-            prompt=self.admission.prompt,
-            output=self.generated,
-            constraint=self.constraint,
-        )
-
-    def follow(self, grammars: Grammars, vocabulary: int) -> None:
-        """Advance the sequence's grammar, if it has one, to its last token."""
-        wanted = self.admission.params.structured_outputs
-        if wanted is None:
-            return
-        if self.constraint is None:
-            self.constraint = grammars.begin(wanted, vocabulary)
-        self.constraint.advance(self.generated)
-
-
-@dataclass
 class Lane:
     """The unfinished steps of one lane on this worker, with times of the first step.
 
@@ -116,7 +71,6 @@ class Lane:
         workspace: Memory of the latest step, reused by a next step with as many rows; has no rows in an empty lane.
         steps: Unfinished steps, oldest first.
         follows: Whether the lane has had a step in this epoch.
-        completed: The last step of this epoch whose last slice has run on this worker.
         since: When the lane began to wait for its next messages.
         reported: When progress of the lane was last reported to the engine.
         busy_s: Seconds in slices of the first step.
@@ -129,7 +83,6 @@ class Lane:
     workspace: Workspace = field(default_factory=lambda: Workspace(0))
     steps: collections.deque[StepRun] = field(default_factory=collections.deque)
     follows: bool = False
-    completed: StepPlan | None = None
     since: float = 0.0
     reported: float = 0.0
     busy_s: float = 0.0
@@ -140,7 +93,7 @@ class Lane:
     def drop_steps(self) -> None:
         """Forget all steps."""
         self.steps.clear()
-        self.follows, self.completed = False, None
+        self.follows = False
         self.busy_s, self.waited_s, self.waits = 0.0, 0.0, 0
 
 
@@ -180,7 +133,8 @@ class ComputeWorker(WorkerLoop):
         fetcher = Fetcher(links.fetch, links.arena, links.plan)
         self._mail = Mail(links.hub, channels, fetcher, lanes, None if order is None else order.may_run)
         self._lanes = [Lane(number) for number in range(lanes)]
-        self._grammars = Grammars(lambda: load_tokenizer(control, setup), setup.eos_token_ids)
+        grammars = Grammars(lambda: load_tokenizer(control, setup), setup.eos_token_ids)
+        self._sequences = Sequences(grammars, setup.eos_token_ids, sums.agree)
         self._memory = memory
         self._whole = None if memory is None else runner.recorded_steps(memory.store.device)
         if self._whole is not None:
@@ -188,12 +142,7 @@ class ComputeWorker(WorkerLoop):
         self._overlap = setup.overlap
         self._rank = sums.rank
         self._shards = shards
-        self._eos_token_ids = setup.eos_token_ids
-        self._segments: dict[int, list[Segment]] = {}
-        self._sequences: dict[int, SequenceCopy] = {}
-        self._drawn: dict[int, int] = {}  # last token drawn here, by sequence
         self._done: list[StepDone] = []  # not sent yet
-        self._prompts: dict[int, int] = {}  # by sequence: where the last chunk ends whose step has ended here
         self._recalled = False  # an engine has ended, and the next one waits for a report
         self._slices = 0  # run so far
 
@@ -255,22 +204,7 @@ class ComputeWorker(WorkerLoop):
             return
         self._recalled = False
         held = {} if self._memory is None else self._memory.store.held.lengths
-        self._control.send(Recalled(self._computed(), held))
-
-    def _computed(self) -> list[Computed]:
-        """Return the sequences of which completed steps, whose last slice ran here, have computed tokens."""
-        stops = collections.Counter(self._prompts)
-        for lane in self._lanes:
-            if lane.completed is not None:
-                decoding = lane.completed.decoding
-                stops |= collections.Counter(
-                    dict(zip(decoding.sequences, (at + 1 for at in decoding.starts), strict=True))
-                )
-        return [
-            Computed(copy.admission.request, copy.index, sequence, stops[sequence], self._segments[sequence])
-            for sequence, copy in self._sequences.items()
-            if stops[sequence]
-        ]
+        self._control.send(Recalled(self._sequences.computed(), held))
 
     def _end_epoch(self, message: EndEpoch) -> None:
         """Drop all steps and requests, and KV of incomplete steps; later plans admit continuing requests again."""
@@ -283,10 +217,7 @@ class ComputeWorker(WorkerLoop):
             self._order.reset(first_use(topology.epoch))
         self._slots.unmap_others(topology.names)
         self._done.clear()
-        self._drawn.clear()
-        self._segments.clear()
         self._sequences.clear()
-        self._prompts.clear()
         self._recalled = False
         if self._memory is not None:
             self._memory.store.truncate(message.kept)
@@ -313,14 +244,15 @@ class ComputeWorker(WorkerLoop):
         begun = time.monotonic()
         if self._order is not None:
             self._order.on_slice(lane.number)
-        logits = step.run(self._drawn)
-        self._append_history(step)
+        logits = step.run(self._sequences.drawn)
+        if step.take_news():
+            self._sequences.append_tokens(step.plan, step.tokens)
         last = step.index < 0
         if step.is_launched:
             self._answer()  # the engine plans the next step while the device runs this one
             self._take_in_next()
         drawing = self._timeline.now()
-        done = self._draw(step.plan, logits) if last and step.ends_here else None
+        done = self._sequences.draw(step.plan, logits) if last and step.ends_here else None
         if done is not None:
             step.finish_last_slice(done.draws)
             self._timeline.record_span("draw", step.plan.lane, drawing)
@@ -334,8 +266,7 @@ class ComputeWorker(WorkerLoop):
                 waited = lane.waited_s * attentions / max(lane.waits, 1)
                 done = msgspec.structs.replace(done, rows=len(step.tokens), busy_s=whole, waited_s=waited)
                 self._queue_answer(done)
-                lane.completed = step.plan
-                self._prompts.update((chunk.sequence, chunk.stop) for chunk in step.plan.chunks)
+                self._sequences.on_step_done(step.plan)
             lane.steps.popleft()
             lane.busy_s, lane.waited_s, lane.waits = 0.0, 0.0, 0
         self._slices += 1
@@ -434,35 +365,15 @@ class ComputeWorker(WorkerLoop):
                 self._handle(message)
 
     def _release(self, sequences: Sequence[int]) -> None:
-        self._forget(sequences)
+        self._sequences.forget(sequences)
         if self._memory is not None:
             self._memory.store.release(sequences)
-
-    def _forget(self, sequences: Sequence[int]) -> None:
-        for sequence in sequences:
-            self._segments.pop(sequence, None)
-            self._sequences.pop(sequence, None)
-            self._prompts.pop(sequence, None)
-            self._drawn.pop(sequence, None)
 
     def _apply_plan(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
         check_placements(plan, self._shards)
         share = None if self._memory is None else self._memory.apply_plan(plan)
-        for segment in (segment for switch in plan.switches for segment in switch.segments):
-            if segment.sequence in self._segments:  # else the plan admits the sequence, or it is a cached prefix
-                self._segments[segment.sequence] = moved(self._segments[segment.sequence], segment)
-        for fork in plan.forks:
-            if fork.child in self._sequences:  # else the plan admits the child, or it is a cached prefix
-                self._segments[fork.child] = forked(self._segments[fork.parent], fork.child, fork.tokens)
-        self._forget(plan.released)
-        for admission in plan.admitted:
-            self._admit(admission)
-        for segment in plan.grown:
-            self._segments[segment.sequence] = grown(self._segments[segment.sequence], segment)
-        for sequence, tokens in plan.histories.items():
-            copy = self._sequences[sequence]
-            copy.generated, copy.constraint = list(tokens), None
+        self._sequences.apply_plan(plan)
         if not plan.sequences:
             self._lanes[plan.lane].workspace = Workspace(0)  # an empty lane needs no memory
             if self._replica.begins(plan):
@@ -470,8 +381,9 @@ class ComputeWorker(WorkerLoop):
             return
         lane = self._lanes[plan.lane]
         rows = self._runner.padded(sum(len(step.tokens) for step in plan.sequences))
+        segments, shards = self._sequences.segments, self._shards
         exchange = StepExchange(
-            plan, self._segments, self._mail, self._overlap, self._runner, rows, self._shards, share, self._rank
+            plan, segments, self._mail, self._overlap, self._runner, rows, shards, share, self._rank
         )
         if lane.workspace.rows != rows:
             lane.workspace = Workspace(rows)
@@ -479,55 +391,6 @@ class ComputeWorker(WorkerLoop):
         lane.follows = True
         if len(lane.steps) == 1:
             self._await(lane)
-
-    def _admit(self, admission: Admission) -> None:
-        placed = by_sequence(admission.segments)
-        for place, index in enumerate(admission.indices):
-            sequence = admission.sequence + place
-            self._segments[sequence] = placed.get(sequence) or for_sequence(sequence, admission.segments)
-            self._sequences[sequence] = SequenceCopy(admission, sequence, index)
-
-    def _append_history(self, step: StepRun) -> None:
-        """Add the generated tokens of a step to its sequences' histories, as every replica does.
-
-        A chunk that recomputes dropped KV may also have prompt tokens, and generated tokens that are known already.
-        """
-        if not step.take_news():
-            return
-        row = 0
-        for part in step.plan.sequences:
-            copy, count = self._sequences.get(part.sequence), len(part.tokens)
-            if copy is not None:
-                known = copy.admission.prompt_length + len(copy.generated) - part.start
-                copy.generated += step.tokens[row + max(known, 0) : row + count]
-            row += count
-
-    def _draw(self, plan: StepPlan, logits: torch.Tensor | None) -> StepDone:
-        """Draw one token for every sequence that the step draws for; several may share a prompt's last row."""
-        if logits is None:
-            return StepDone(plan.step, [])
-        rows: list[Row] = []
-        which: list[int] = []
-        for number, step in enumerate(step for step in plan.sequences if step.draws):
-            for sequence in step.draws:
-                self._sequences[sequence].follow(self._grammars, logits.shape[1])
-            rows += [self._sequences[sequence].row(step.stop, self._eos_token_ids) for sequence in step.draws]
-            which += [number] * len(step.draws)
-        logits = logits if len(which) == len(logits) else logits[which]
-        undrawable, error = set[int](), ""
-        try:
-            draws = sample(logits, rows)
-        except LogitsError as failed:  # these sequences end; the others must not suffer
-            undrawable, error = set(failed.rows), str(failed)
-            good = [place for place in range(len(rows)) if place not in undrawable]
-            draws = sample(logits[good], [rows[place] for place in good]) if good else []
-        tokens = self._replica.sums.agree([draw.token for draw in draws])
-        draws = [
-            draw if draw.token == token else msgspec.structs.replace(draw, token=token)
-            for draw, token in zip(draws, tokens, strict=True)
-        ]
-        self._drawn.update((draw.sequence, draw.token) for draw in draws)
-        return StepDone(plan.step, draws, [rows[place].sequence for place in sorted(undrawable)], error)
 
 
 Load = Callable[[ControlClient, ComputeSetup, Device, Sums], tuple[Runner, HeadShards]]

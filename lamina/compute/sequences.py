@@ -1,0 +1,179 @@
+"""What a compute worker keeps of the sequences that it runs: where their KV is, their tokens, and what is drawn."""
+
+import collections
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+
+from lamina.compute.constraints import Constraint, Grammars
+from lamina.compute.sampler import Row, sample
+from lamina.control.messages import Computed, StepDone
+from lamina.core.errors import LogitsError
+from lamina.core.segments import by_sequence, for_sequence, forked, grown, moved
+from lamina.core.steps import Admission, StepPlan
+from lamina.core.types import Segment
+
+
+@dataclass
+class _Completion:
+    """What tokens of one completion are drawn from.
+
+    Attributes:
+        admission: The request's admission.
+        sequence: Number of the sequence.
+        index: Index of the completion within its request.
+        generated: Generated tokens that steps have run, in order.
+        constraint: State of the completion's grammar, if it has one.
+    """
+
+    admission: Admission
+    sequence: int
+    index: int
+    generated: list[int] = field(default_factory=list)
+    constraint: Constraint | None = None
+
+    def row(self, position: int, eos_token_ids: list[int]) -> Row:
+        """Return the sampler's view of the token to draw for ``position``."""
+        return Row(
+            sequence=self.sequence,
+            params=self.admission.params,
+            seed=self.admission.seed,
+            completion=self.index,
+            generated=position - self.admission.prompt_length,
+            eos_token_ids=eos_token_ids,
+            prompt=self.admission.prompt,
+            output=self.generated,
+            constraint=self.constraint,
+        )
+
+    def follow(self, grammars: Grammars, vocabulary: int) -> None:
+        """Advance the sequence's grammar, if it has one, to its last token."""
+        wanted = self.admission.params.structured_outputs
+        if wanted is None:
+            return
+        if self.constraint is None:
+            self.constraint = grammars.begin(wanted, vocabulary)
+        self.constraint.advance(self.generated)
+
+
+class Sequences:
+    """The sequences of one epoch, the same on all workers of a replica.
+
+    Attributes:
+        segments: Where KV is, by sequence.
+        drawn: The token drawn last on this worker, by sequence.
+    """
+
+    def __init__(self, grammars: Grammars, eos_token_ids: list[int], agree: Callable[[list[int]], list[int]]) -> None:
+        """``agree``: Returns the tokens of rank 0."""
+        self.segments: dict[int, list[Segment]] = {}
+        self.drawn: dict[int, int] = {}
+        self._grammars, self._eos_token_ids, self._agree = grammars, eos_token_ids, agree
+        self._completions: dict[int, _Completion] = {}  # by sequence
+        self._stops: dict[int, int] = {}  # by sequence: tokens that steps had computed, but for ``_last``
+        self._last: dict[int, StepPlan] = {}  # by lane: the last step whose last slice has run on this worker
+
+    def __len__(self) -> int:
+        return len(self._completions)
+
+    def apply_plan(self, plan: StepPlan) -> None:
+        """Apply a plan's deltas."""
+        for segment in (segment for switch in plan.switches for segment in switch.segments):
+            if segment.sequence in self.segments:  # else the plan admits the sequence, or it is a cached prefix
+                self.segments[segment.sequence] = moved(self.segments[segment.sequence], segment)
+        for fork in plan.forks:
+            if fork.child in self._completions:  # else the plan admits the child, or it is a cached prefix
+                self.segments[fork.child] = forked(self.segments[fork.parent], fork.child, fork.tokens)
+        self.forget(plan.released)
+        for admission in plan.admitted:
+            self._admit(admission)
+        for segment in plan.grown:
+            self.segments[segment.sequence] = grown(self.segments[segment.sequence], segment)
+        for sequence, tokens in plan.histories.items():
+            completion = self._completions[sequence]
+            completion.generated, completion.constraint = list(tokens), None
+
+    def _admit(self, admission: Admission) -> None:
+        placed = by_sequence(admission.segments)
+        for place, index in enumerate(admission.indices):
+            sequence = admission.sequence + place
+            self.segments[sequence] = placed.get(sequence) or for_sequence(sequence, admission.segments)
+            self._completions[sequence] = _Completion(admission, sequence, index)
+
+    def forget(self, sequences: Sequence[int]) -> None:
+        """Drop sequences that are released."""
+        for sequence in sequences:
+            for each in (self.segments, self._completions, self._stops, self.drawn):
+                each.pop(sequence, None)
+
+    def clear(self) -> None:
+        """Drop all sequences."""
+        for each in (self.segments, self._completions, self._stops, self.drawn, self._last):
+            each.clear()
+
+    def append_tokens(self, plan: StepPlan, tokens: Sequence[int]) -> None:
+        """Add the generated tokens of a step to its sequences' histories, as every replica does.
+
+        A chunk that recomputes dropped KV may also have prompt tokens, and generated tokens that are known already.
+        """
+        row = 0
+        for part in plan.sequences:
+            completion, count = self._completions.get(part.sequence), len(part.tokens)
+            if completion is not None:
+                known = completion.admission.prompt_length + len(completion.generated) - part.start
+                completion.generated += tokens[row + max(known, 0) : row + count]
+            row += count
+
+    def draw(self, plan: StepPlan, logits: torch.Tensor | None) -> StepDone:
+        """Draw one token for every sequence that the step draws for; several may share a prompt's last row."""
+        if logits is None:
+            return StepDone(plan.step, [])
+        rows: list[Row] = []
+        which: list[int] = []
+        for number, step in enumerate(step for step in plan.sequences if step.draws):
+            for sequence in step.draws:
+                self._completions[sequence].follow(self._grammars, logits.shape[1])
+            rows += [self._completions[sequence].row(step.stop, self._eos_token_ids) for sequence in step.draws]
+            which += [number] * len(step.draws)
+        logits = logits if len(which) == len(logits) else logits[which]
+        undrawable, error = set[int](), ""
+        try:
+            draws = sample(logits, rows)
+        except LogitsError as failed:  # these sequences end; the others must not suffer
+            undrawable, error = set(failed.rows), str(failed)
+            good = [place for place in range(len(rows)) if place not in undrawable]
+            draws = sample(logits[good], [rows[place] for place in good]) if good else []
+        tokens = self._agree([draw.token for draw in draws])
+        draws = [
+            draw if draw.token == token else msgspec.structs.replace(draw, token=token)
+            for draw, token in zip(draws, tokens, strict=True)
+        ]
+        self.drawn.update((draw.sequence, draw.token) for draw in draws)
+        return StepDone(plan.step, draws, [rows[place].sequence for place in sorted(undrawable)], error)
+
+    def on_step_done(self, plan: StepPlan) -> None:
+        """Note what a step has computed whose last slice has run on this worker."""
+        last = self._last.get(plan.lane)
+        if last is not None and last.decoding.sequences != plan.decoding.sequences:
+            self._stops.update(pair for pair in _decoded(last) if pair[0] in self._completions)
+        self._last[plan.lane] = plan
+        self._stops.update((chunk.sequence, chunk.stop) for chunk in plan.chunks)
+
+    def computed(self) -> list[Computed]:
+        """Return the sequences of which such steps have computed tokens."""
+        stops = collections.Counter(self._stops)
+        stops |= collections.Counter(dict(itertools.chain.from_iterable(map(_decoded, self._last.values()))))
+        return [
+            Computed(one.admission.request, one.index, sequence, stops[sequence], self.segments[sequence])
+            for sequence, one in self._completions.items()
+            if stops[sequence]
+        ]
+
+
+def _decoded(plan: StepPlan) -> list[tuple[int, int]]:
+    """Return the sequences that a step decodes, and how many tokens of each have KV then."""
+    decoding = plan.decoding
+    return [(sequence, at + 1) for sequence, at in zip(decoding.sequences, decoding.starts, strict=True)]
