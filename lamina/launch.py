@@ -197,14 +197,6 @@ def _chat_settings(config: EngineConfig) -> ChatSettings:
     return ChatSettings(template, config.tool_call_parser, config.reasoning_parser)
 
 
-def _lanes_of(config: EngineConfig, computes: int) -> int | None:
-    """Return the lanes for this many compute workers, more or fewer than those that the settings were checked for."""
-    least = computes // config.tensor_parallel
-    if config.lanes is None:
-        return None
-    return least + 1 if config.pipelining == "rotational" else max(config.lanes, least)
-
-
 def _take_over(
     config: EngineConfig, model: ModelDirectory, tokenizer: Tokenizer, home: Home, state: bytes, trace: bool
 ) -> tuple[ControlServer, ClusterPlan, Cluster]:
@@ -219,8 +211,8 @@ def _take_over(
     kinds: dict[Role, dict[str, str]] = {"compute": {}, "memory": {}}
     for member in members:
         kinds[member.role][member.name] = member.kind
-    eos, count = [*tokenizer.eos_token_ids], len(kinds["compute"])
-    config = dataclasses.replace(config, lanes=_lanes_of(config, count))
+    eos = [*tokenizer.eos_token_ids]
+    config = sizing.fit_lanes(config, len(kinds["compute"]))
     plan = sizing.cluster_plan(config, model, eos, kinds, saved.greetings, is_open=False, trace=trace)
     # As at the start, however many workers are left: joining workers have to fit them.
     plan = dataclasses.replace(_limited(plan, saved.max_model_len), compute_setup=saved.compute_setup)

@@ -113,6 +113,10 @@ class Launcher(Workers, Protocol):
         """Return the kind of added workers if none is named."""
         ...
 
+    def waiting(self, role: Role) -> int:
+        """Return how many agents of other machines wait for a worker of a role to run."""
+        ...
+
     def validate_pool(self, role: Role, kind: str, count: int) -> None:
         """Raise ConfigError for an unknown kind, or if a pool cannot have ``count`` workers of it."""
         ...

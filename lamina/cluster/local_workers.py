@@ -108,6 +108,9 @@ class _OnThisMachine:
     def default_kind(self, pool: Pool) -> str:
         return CPU
 
+    def waiting(self, role: Role) -> int:
+        return 0
+
     def wishes(self) -> list[Wish]:
         return []
 

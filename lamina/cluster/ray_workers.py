@@ -138,6 +138,10 @@ class RayWorkers:
         """Return the first kind of the pool at the start."""
         return self._kinds[pool][0]
 
+    def waiting(self, role: Role) -> int:
+        """Return 0: an agent starts only for a worker that the engine has started."""
+        return 0
+
     def validate_pool(self, role: Role, kind: str, count: int) -> None:
         """Raise ConfigError for an unknown kind. Ray finds a node later, which its autoscaler may add."""
         require_kind(kind, ray_kinds(self._own))

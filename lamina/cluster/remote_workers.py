@@ -138,14 +138,17 @@ class RemoteWorkers:
     def start(self, worker: Start) -> None:
         """Assign a worker to the agent that has waited longest for its role, or to the next agent that applies."""
         with self._lock:
-            waiting = [one for one in self._agents.values() if not one.worker and one.about.role == worker.role]
-            if waiting:
+            if waiting := self._waiting(worker.role):
                 self._appoint(waiting[0], worker)
             else:
                 self._vacancies.append(_Vacancy(worker))
 
     def default_kind(self, pool: Pool) -> str:
         return REMOTE
+
+    def waiting(self, role: Role) -> int:
+        with self._lock:
+            return len(self._waiting(role))
 
     def wishes(self) -> Sequence[Wish]:
         """Return the wishes of agents without a worker to join, and of agents whose workers want to leave."""
@@ -237,6 +240,10 @@ class RemoteWorkers:
         self._router.close()
 
     # -- with the lock held
+
+    def _waiting(self, role: Role) -> list[_Agent]:
+        """Return the agents without a worker, the one that has waited longest first."""
+        return [one for one in self._agents.values() if not one.worker and one.about.role == role]
 
     def _of(self, worker: str) -> _Agent | None:
         return next((one for one in self._agents.values() if one.worker == worker), None)
@@ -381,6 +388,9 @@ class LocalAndRemote:
 
     def default_kind(self, pool: Pool) -> str:
         return CPU
+
+    def waiting(self, role: Role) -> int:
+        return self.remote.waiting(role)
 
     def wishes(self) -> Sequence[Wish]:
         return [wish._replace(kind=REMOTE) for wish in self.remote.wishes()]

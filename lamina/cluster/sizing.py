@@ -1,5 +1,6 @@
 """Derives limits, cores, threads and lanes from the settings and the workers' first messages. Pure."""
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,16 @@ def pipeline(config: EngineConfig, computes: int, shared: bool, local: bool = Fa
     """Return the lanes of a cluster, see ``_lanes``; those of a prefill pool's replicas only run prompts."""
     made = _lanes(config, computes, shared, local)
     return made.with_replicas(made.replicas, size(config.prefill) // made.workers)
+
+
+def fit_lanes(config: EngineConfig, computes: int) -> EngineConfig:
+    """Return settings whose ``lanes`` suit the compute workers that there are now: replicas have joined or been lost
+    since ``refusals`` compared ``lanes`` with those of the start."""
+    if config.lanes is None:
+        return config
+    least = computes // config.tensor_parallel
+    lanes = least + 1 if config.pipelining == "rotational" else max(config.lanes, least)
+    return dataclasses.replace(config, lanes=lanes)
 
 
 def _lanes(config: EngineConfig, computes: int, shared: bool, local: bool) -> Pipeline:

@@ -8,24 +8,19 @@ from dataclasses import dataclass, field
 
 from lamina.cluster.conversations import Workers
 from lamina.cluster.joining import Fabric
-from lamina.cluster.pool import REMOTE, PoolChange, parse_computes, size
-from lamina.cluster.pool import kinds as kinds_of
-from lamina.control.liveness import Restarts
+from lamina.cluster.pool import REMOTE, PoolChange
 from lamina.control.messages import Changed, ToEngine
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, LaminaError, WorkerError
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import Member, Pool, Role, Topology, role_of
 from lamina.engine.changes import Joiner, Joins, Leaves
+from lamina.engine.replacements import Kinds, Replacements, lost_replicas
 from lamina.schedule.turn import Turn
 
 log = logging.getLogger(__name__)
 
 COMPUTE_POOLS: tuple[Pool, Pool] = ("prefill", "compute")
-AWAIT_S = 600.0  # for another machine's worker to replace the last worker of a pool
-
-Kinds = tuple[str, ...]
-"""The kind of each worker that joins together with others: one memory worker, or all workers of a replica."""
 
 Adopt = Callable[[Topology], int]
 """Switches the cluster to a topology without ending the epoch; returns the number of the Change."""
@@ -87,33 +82,34 @@ class Pools:
         self._joins = Joins(control, workers, fabric, topology, lambda host: unused(host) * fabric.slab.nbytes(1))
         self._leaves = Leaves(control, workers, turn.scheduler)
         self._resizes: dict[str, Resize] = {}
-        self._restarts: Mapping[Role, Restarts] = {"compute": Restarts(max_restarts), "memory": Restarts(max_restarts)}
-        self._due: list[tuple[float, Pool, Kinds]] = []  # replacements: when to start them
-        self._turning: dict[str, Pool] = {}  # members that change their role, and the pool that they are to be in
-        self._offers = 0  # compute workers of other machines that wait for the rest of a replica
-        self._vacant: list[tuple[Pool, Kinds]] = []  # lost replicas that workers of other machines belonged to
+        self._replacements = Replacements(max_restarts)
+        self._turning = dict[str, Pool]()  # members that change their role, and the pool that they are to be in
         self._moving = set[str]()  # leaving members whose replacements were started
-        self._awaited: dict[Role, float] = {}  # until when a worker of another machine may replace a lost one
-        self._reasons: dict[Role, LaminaError] = {}  # why the latest worker of a role was lost or did not start
+        self._turning = self._turners_of_lost_engine()
         for pool in topology.sizes:
             for kinds in self._missing(pool):
                 self._replace(pool, kinds, WorkerError(pool, "it was lost with an earlier engine"))
 
+    def _turners_of_lost_engine(self) -> dict[str, Pool]:
+        """Return the workers whose role an earlier engine was to change, with their new pool.
+
+        Its target sizes count them in their new pool: one pool lacks workers, and the other one has too many.
+        """
+        sizes = self.topology.sizes
+        for grown, shrunk in (COMPUTE_POOLS, COMPUTE_POOLS[::-1]):
+            spare = sizes[shrunk] - max(self.wanted[shrunk], self._least(shrunk))
+            if (count := min(self.wanted[grown] - sizes[grown], spare)) > 0:
+                return dict.fromkeys(self._leavers(shrunk, PoolChange(-count)), grown)
+        return {}
+
     def _missing(self, pool: Pool) -> list[Kinds]:
         """Return the kinds of the workers that an earlier engine has lost: of whole replicas."""
-        each = 1 if pool == "memory" else self._pipeline.workers
-        count = (self.wanted[pool] - self.topology.sizes[pool]) // each
+        each, turning = self._together(pool), [*self._turning.values()].count(pool)
+        count = (self.wanted[pool] - self.topology.sizes[pool] - turning) // each
         default: Kinds = (self._fabric.launcher.default_kind(pool),) * each
         if count <= 0 or each == 1:
             return [default] * count
-        config, topology = self._fabric.plan.config, self.topology
-        all_planned, prefills = kinds_of(parse_computes(config)), size(config.prefill)
-        planned = all_planned[:prefills] if pool == "prefill" else all_planned[prefills:]
-        lost = Counter(tuple(planned[first : first + each]) for first in range(0, len(planned), each))
-        kind_by_name = {member.name: member.kind for member in topology.members}
-        present = [replica for replica in topology.replicas if topology.pool_of(replica[0]) == pool]
-        lost.subtract(tuple(kind_by_name[name] for name in replica) for replica in present)
-        return [*lost.elements(), *[default] * count][:count]
+        return lost_replicas(pool, count, default, self._fabric.plan.config, self.topology)
 
     # -- what callers ask for
 
@@ -150,9 +146,13 @@ class Pools:
         for name in going:
             self._leaves.begin_leave(name, self.topology)
         for pool, count in joiners.items():
-            together = 1 if pool == "memory" else self._pipeline.workers
+            together = self._together(pool)
             for _ in range(count // together):
                 self._start(pool, (kinds[pool],) * together, resize)
+
+    def _together(self, pool: Pool) -> int:
+        """Return how many workers of a pool join together: one memory worker, or all workers of a replica."""
+        return 1 if pool == "memory" else self._pipeline.workers
 
     def _require_whole_replicas(self, pool: Pool, count: int) -> None:
         workers = self._pipeline.workers
@@ -204,7 +204,7 @@ class Pools:
 
     def _check_growth(self, pool: Pool, kind: str, count: int) -> None:
         role = role_of(pool)
-        coming = self._joins.count(pool) if role == "memory" else self._coming_computes
+        coming = sum(self._joins.count(one) for one in self.wanted if role_of(one) == role)
         same = sum(member.role == role and member.kind == kind for member in self.topology.members)
         self._fabric.launcher.validate_pool(role, kind, same + coming + count)
         if role == "memory":
@@ -229,16 +229,16 @@ class Pools:
                 "let fewer join, or start the cluster with more workers"
             )
 
-    @property
-    def _coming_computes(self) -> int:
-        return sum(self._joins.count(pool) for pool in COMPUTE_POOLS)
+    def _least(self, pool: Pool) -> int:
+        """Return how many workers must stay in a pool."""
+        return {"prefill": 0, "compute": self._pipeline.workers, "memory": 0 if self.topology.local else 1}[pool]
 
     def _leavers(self, pool: Pool, change: PoolChange) -> list[str]:
         """Return the workers to remove: the memory workers that hold least, the compute workers that joined last."""
         count, topology = -change.count, self.topology
         gone = {*self._leaves.names, *self._turning}
         members = [one for one in topology.members if topology.pool_of(one.name) == pool and one.name not in gone]
-        least = {"prefill": 0, "compute": self._pipeline.workers, "memory": 0 if topology.local else 1}[pool]
+        least = self._least(pool)
         if count > len(members) - least:
             raise ConfigError(
                 f"the {pool} pool has {len(members)}, of which {least} must stay: {count} cannot leave. "
@@ -260,7 +260,7 @@ class Pools:
         def on_failed(error: LaminaError, again: bool) -> None:
             if REMOTE in kinds:
                 log.warning("a %s worker of another machine does not join: %s", pool, error)
-                self._await(pool, kinds)
+                self._replacements.add_vacancy(pool, kinds)
             elif again:
                 self._start(pool, kinds, resize)
             elif resize is not None:
@@ -280,7 +280,7 @@ class Pools:
 
     def coming(self, pool: Pool) -> int:
         """Return how many workers of a pool are joining or will be started."""
-        return self._joins.count(pool) + sum(len(kinds) for _, one, kinds in self._due if one == pool)
+        return self._joins.count(pool) + self._replacements.count(pool)
 
     def leaving(self, pool: Pool) -> int:
         """Return how many members of a pool are leaving."""
@@ -293,12 +293,12 @@ class Pools:
 
     def may_replace(self, role: Role) -> bool:
         """Return whether lost workers of a role are replaced."""
-        return self._restarts[role].most > 0 or self._fabric.plan.is_open
+        return self._replacements.may_restart(role) or self._fabric.plan.is_open
 
     def grows(self, role: Role) -> bool:
         """Return whether a worker of a role is joining, or may still join from another machine."""
         now = self._control.liveness.awake_s
-        return self.starts(role) or any(self._awaited.get(role_of(one), 0.0) > now for one in self._bringing(role))
+        return self.starts(role) or any(self._replacements.awaits(role_of(one), now) for one in self._bringing(role))
 
     def starts(self, role: Role) -> bool:
         """Return whether this engine has started or will start a worker of a role that has not joined."""
@@ -346,36 +346,13 @@ class Pools:
                 resize.fail(WorkerError(name, "it stays: all others of its pool were lost"))
 
     def _replace(self, pool: Pool, kinds: Kinds, reason: LaminaError, free: bool = False) -> None:
-        role = role_of(pool)
-        self._reasons[role] = reason
-        now, restarts = self._control.liveness.awake_s, self._restarts[role]
-        if REMOTE in kinds:
-            self._awaited[role] = now + AWAIT_S
-            self._await(pool, kinds)
-            log.warning("%s; another takes its place once enough workers of other machines come", reason)
-            return
-        at = now if free and restarts.most else restarts.next(now)
-        if at is None:
-            log.error("%s; it is not replaced: max_restarts %d is used up", reason, restarts.most)
-        else:
-            self._due.append((at, pool, kinds))
+        self._replacements.add(pool, kinds, reason, self._control.liveness.awake_s, free)
 
     def _start_offered(self, role: Role, kind: str) -> None:
         """Start workers of other machines that want to join, once there are enough for a whole replica."""
-        if role == "memory":
-            self._start(role, (kind,), None)
-            return
-        self._offers += 1
-        pool, kinds = self._vacant[0] if self._vacant else (role, (kind,) * self._pipeline.workers)
-        if self._offers >= kinds.count(REMOTE):
-            self._offers -= kinds.count(REMOTE)
-            del self._vacant[:1]
-            self._start(pool, kinds, None)
-
-    def _await(self, pool: Pool, kinds: Kinds) -> None:
-        """Record the kinds of a replica to start once enough workers of other machines want to join."""
-        if pool != "memory":
-            self._vacant.append((pool, kinds))
+        waiting = self._fabric.launcher.waiting(role)
+        if (found := self._replacements.pop_offered(role, (kind,) * self._together(role), waiting)) is not None:
+            self._start(*found, None)
 
     def _grant_wishes(self) -> None:
         """Let workers of other machines join and leave as they wish."""
@@ -411,10 +388,7 @@ class Pools:
 
         Raises the reason if a role has no worker and none is joining.
         """
-        now = self._control.liveness.awake_s
-        for due in [due for due in self._due if due[0] <= now]:
-            self._due.remove(due)
-            _, pool, kinds = due
+        for pool, kinds in self._replacements.pop_due(self._control.liveness.awake_s):
             self._start(pool, kinds, None)
         self._grant_wishes()
         sizes = self.topology.sizes
@@ -425,7 +399,7 @@ class Pools:
         for name in self._leaves.turn(self.topology.names):
             self._note(name)
         if (missing := self.topology.lacks(())) is not None and not self.grows(missing):
-            raise self._reasons[missing]
+            raise self._replacements.reasons[missing]
 
     def _change(self) -> None:
         """Make the topology changes that are possible before the next step is planned."""

@@ -82,12 +82,11 @@ class ChannelAnswer:
         self._rest = rest
         header = header.rpartition("<|start|>")[2]
         to = re.search(r"\bto=([^\s<]+)", header)
-        channels = re.findall(r"<\|channel\|>\s*(\w+)", header)
         if to is not None and to[1] not in ("assistant", "all"):
             self._kind, self._had_arguments = None, False
             self._index += 1
             events.append(CallBegins(self._index, to[1].removeprefix("functions.")))
-        elif channels[-1:] == ["analysis"]:
+        elif _channel_of(header) == "analysis":
             self._kind = Reasoning
         return True
 
@@ -117,7 +116,14 @@ class ChannelAnswer:
         self._kind = Content
 
 
-_REASONING = """reasoning: <|channel|> "analysis" <|message|> FREE <|end|> <|start|> "assistant"
+def _channel_of(header: str) -> str | None:
+    """Return the channel that a header ends with, if it has one."""
+    channels: list[str] = re.findall(r"<\|channel\|>\s*(\w+)", header)
+    return channels[-1] if channels else None
+
+
+_REASONING = """reasoning: <|channel|> "analysis" <|message|> thought
+thought: FREE <|end|> <|start|> "assistant"
 FREE: /(.|\\n)*/
 """
 
@@ -127,11 +133,15 @@ def answer_grammar(rule: str, prompt: str) -> str:
 
     Args:
         rule: The right side of a Lark rule.
-        prompt: If it ends within a message, the answer goes on with that message, and is ``rule`` alone.
+        prompt: If it ends within a message, the answer goes on with that message: with reasoning, or else with
+            ``rule`` alone.
     """
-    if "<|start|>" not in prompt or _MESSAGE in prompt.rpartition("<|start|>")[2]:
+    header, message, _ = prompt.rpartition("<|start|>")[2].partition(_MESSAGE)
+    thinks = bool(message) and _channel_of(header) == "analysis"
+    if "<|start|>" not in prompt or (message and not thinks):
         return f"start: {rule}\n"
-    return f'start: reasoning? <|channel|> "final" <|message|> answer\n{_REASONING}answer: {rule}\n'
+    begin = "thought" if thinks else "reasoning?"
+    return f'start: {begin} <|channel|> "final" <|message|> answer\n{_REASONING}answer: {rule}\n'
 
 
 def calls_grammar(functions: Mapping[str, str]) -> str:

@@ -11,6 +11,7 @@ import msgspec
 
 from lamina.core.errors import RequestError
 from lamina.core.types import CompletionOutput, FinishReason, SamplingParams, StructuredOutputs, ToolCall
+from lamina.text.grammars import compile_grammar
 from lamina.text.prompts import Message, encode_chat
 from lamina.text.tokenizer import Tokenizer
 from lamina.text.tool_calls import AnswerParser, CallArguments, CallBegins, Content, Reasoning
@@ -103,7 +104,9 @@ def prepare_chat(
     if response_format is not None:
         if wanted is not None:
             raise RequestError("tool_choice and response_format both say what the answer must match; give one")
-        wanted = form.constrain(StructuredOutputs(json=response_format), text)
+        plain = StructuredOutputs(json=response_format)
+        compile_grammar(plain)  # within the grammar of a whole answer, not all that is wrong with a schema is found
+        wanted = form.constrain(plain, text)
         read_object = getattr(response_format, "model_validate_json", json.loads)
     return Chat(
         encode_chat(tokenizer, text, max_model_len),

@@ -44,6 +44,8 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
                         worker for lane in range(one.lanes) for worker in order.workers_of(lane, rotates=one.rotates)
                     }
                     assert visited == set(range(count))
+            for left in (each for each in COUNTS if each % order.workers == 0):
+                sizing.pipeline(sizing.fit_lanes(config, left), left, shared=False)  # or ValueError
     assert min(seen.values()) > 500
 
 

@@ -11,12 +11,13 @@ import zmq
 from lamina.cluster import remote_workers
 from lamina.cluster.agent import Keys, keys_of
 from lamina.cluster.remote_workers import RemoteWorkers
-from lamina.control.agent_messages import Apply, Refused, Start, ToAgent, ToEngine
+from lamina.control.agent_messages import Apply, Leaving, Refused, Start, ToAgent, ToEngine
 from lamina.control.secret import new
 from lamina.control.sockets import ENGINE, Bootstrap
 from lamina.core import __version__
 from lamina.core.errors import TransportError
 from lamina.transport.listener import LOOPBACK
+from tests.support.waiting import wait_until
 
 NAMES = ["memory0", "memory1", "memory2"]
 FOR_EVER = 1e6
@@ -82,5 +83,20 @@ def test_a_machine_with_another_release_is_refused_and_its_place_stays_free(monk
         reason = f"it runs lamina 9.9.9, the engine {__version__}; install the same release"
         assert received(other) == Refused(reason)
         assert appointed(same) == NAMES[0]
+    monkeypatch.setattr(remote_workers, "STOP_TIMEOUT_S", 0.0)
+    workers.close()
+
+
+def test_agents_that_have_gone_wait_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = new()
+    workers = RemoteWorkers(LOOPBACK, 0, secret, secret.curve_keys(ENGINE))
+    keys = keys_of(secret)
+    with agent(keys, workers.port, b"a") as first, agent(keys, workers.port, b"b"):
+        wait_until(lambda: workers.waiting("memory") == 2)
+        assert workers.waiting("compute") == 0
+        send(first, Leaving())
+        wait_until(lambda: workers.waiting("memory") == 1)
+        workers.start(Start("memory", "cpu", Bootstrap(NAMES[0], "", b"", b"", b"", b"", os.getpid())))
+        assert workers.waiting("memory") == 0
     monkeypatch.setattr(remote_workers, "STOP_TIMEOUT_S", 0.0)
     workers.close()

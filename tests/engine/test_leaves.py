@@ -1,6 +1,6 @@
 """Which workers may join and leave, and how often lost ones are replaced."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 from unittest.mock import Mock
 
@@ -14,7 +14,7 @@ from lamina.control.liveness import MOST_WAIT_S, WINDOW_S, Restarts
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, TransportError
 from lamina.core.pipeline import Pipeline
-from lamina.core.topology import FIRST, Member, Topology
+from lamina.core.topology import FIRST, Member, Pool, Role, Topology
 from lamina.engine.changes import Joiner, JoinStage, Leaves
 from lamina.engine.pools import Pools, Resize
 from lamina.kv.placement import Placement
@@ -64,12 +64,19 @@ def test_replacements_are_bounded_and_wait_longer_and_longer(most: int, losses: 
 
 
 def pools_of(
-    topology: Topology, turn: Turn | None = None, is_drained: bool = True, wishes: Sequence[Wish] = ()
+    topology: Topology,
+    turn: Turn | None = None,
+    is_drained: bool = True,
+    wishes: Sequence[Wish] = (),
+    agents: Sequence[Role] = (),
+    wanted: Mapping[Pool, int] | None = None,
 ) -> Pools:
     """Return pools whose launcher starts nothing.
 
     Args:
         is_drained: Whether memory workers are empty at once.
+        agents: Roles of the agents of other machines that wait for a worker; read whenever the launcher is asked.
+        wanted: Target sizes of an earlier engine; those of ``topology`` if None.
     """
     if turn is None:
         turn = Mock()
@@ -78,10 +85,14 @@ def pools_of(
         turn.scheduler.placement = Placement(topology.capacities)
     control, workers, fabric = Mock(), Mock(), Mock(plan=Mock(compute_setup=Mock(local=False), start_s=60.0))
     fabric.most_links, fabric.memory_setup.attentions = {}, [Mock(), Mock()]
+    fabric.plan.config.prefill, fabric.plan.config.compute = None, f"cpu:{len(topology.computes)}"
+    fabric.launcher.default_kind = lambda pool: "cpu"
+    fabric.launcher.waiting = lambda role: list(agents).count(role)
     control.liveness.awake_s = 0.0
     control.liveness.lost = workers.ended = lambda: {}
     workers.wishes = lambda: wishes
-    return Pools(control, workers, fabric, topology, turn, lambda following: 1, lambda host: 0, 8, topology.sizes)
+    wanted = topology.sizes if wanted is None else wanted
+    return Pools(control, workers, fabric, topology, turn, lambda following: 1, lambda host: 0, 8, wanted)
 
 
 def test_an_emptied_worker_stays_while_the_other_pool_has_none() -> None:
@@ -130,6 +141,43 @@ def test_a_worker_that_asked_to_leave_stays_once_the_other_one_is_lost() -> None
     assert pools.states == {"memory1": "draining"}
     pools.on_workers_lost({"memory0": TransportError("killed")}, TOPOLOGY.without(["memory0"]))
     assert not pools.states and pools.wanted["memory"] == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("prefill", "wanted_prefill", "wanted_compute", "turning", "started"),
+    [
+        (0, 1, 2, [2], 0),  # scale prefill=+1, compute=-1
+        (1, 0, 3, [0], 0),  # scale prefill=-1, compute=+1
+        (0, 1, 3, [], 1),  # a replica for prompts was lost, and no pool has one too many
+        (0, 2, 2, [2], 1),  # one changes its role, and another one was lost
+    ],
+)
+def test_an_engine_that_takes_over_ends_role_changes_and_starts_only_what_is_lost(
+    ranks: int, prefill: int, wanted_prefill: int, wanted_compute: int, turning: Sequence[int], started: int
+) -> None:
+    """The earlier engine has saved its targets, and died before any role had changed."""
+    computes = tuple(Member(f"compute{number}", "compute", "cpu", "") for number in range(3 * ranks))
+    topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(3, 3, ranks=ranks, prefill=prefill))
+    wanted: dict[Pool, int] = {"prefill": wanted_prefill * ranks, "compute": wanted_compute * ranks, "memory": 2}
+    pools = pools_of(topology, wanted=wanted)
+    assert pools.states == {f"compute{number * ranks + rank}": "turning" for number in turning for rank in range(ranks)}
+    pools.turn(steady=True)
+    assert "turning" not in pools.states.values()
+    assert {pool: pools.topology.sizes[pool] + pools.coming(pool) for pool in wanted} == wanted
+    assert sum(pools.coming(pool) for pool in wanted) == started * ranks
+
+
+def test_a_replica_starts_once_as_many_agents_wait_as_it_has_workers() -> None:
+    """An agent that has gone before the next one applies does not count."""
+    computes = tuple(Member(f"compute{number}", "compute", "cpu", "") for number in range(2))
+    topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(1, 1, ranks=2))
+    wishes, agents = list[Wish](), list[Role]()
+    pools = pools_of(topology, wishes=wishes, agents=agents)
+    for waiting, joining in ((1, 0), (1, 0), (2, 2)):
+        wishes[:], agents[:] = [Wish("compute", "remote")], ["compute"] * waiting
+        pools.turn(steady=True)
+        assert pools.coming("compute") == joining
 
 
 def test_steps_are_planned_again_when_a_joiner_dies_for_which_they_paused() -> None:

@@ -5,6 +5,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from lamina.control.messages import Observe, Observed, ToWorker
 from lamina.control.timeline import MOST_OBSERVED, Span, Timeline
 from lamina.core.pipeline import Pipeline
@@ -65,7 +67,7 @@ def test_a_timeline_records_while_somebody_watches() -> None:
     assert kept.observe() == [] and len(kept.spans) == 1
 
 
-def test_times_of_other_machines_are_moved_and_workers_are_asked_now_and_then() -> None:
+def test_times_of_other_machines_are_moved_and_workers_are_asked_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     told = list[tuple[Sequence[str], ToWorker]]()
     live = LiveTimeline(lambda workers, message: told.append((workers, message)))
     members = (Member("compute0", "compute", "cpu", host()), Member("memory0", "memory", "cpu", "elsewhere", 9))
@@ -79,3 +81,6 @@ def test_times_of_other_machines_are_moved_and_workers_are_asked_now_and_then() 
     (slices,), (attention,) = live.spans()["compute0"], live.spans()["memory0"]
     assert slices == Span("slice", 0, now - 5000, now)
     assert attention.end_ns - attention.begin_ns == 7_000 and now <= attention.end_ns <= time.monotonic_ns()
+    monkeypatch.setattr("lamina.engine.live_timeline.SHOWN_NS", 0)
+    live.keep_window("compute0", Observed(now, []), topology)
+    assert live._latest.keys() == {"compute0"}, "windows of workers that are gone are kept"

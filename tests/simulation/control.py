@@ -105,6 +105,9 @@ class Processes(Launcher):
     def default_kind(self, pool: Pool) -> str:
         return "cpu"
 
+    def waiting(self, role: Role) -> int:
+        return 0
+
     def validate_pool(self, role: Role, kind: str, count: int) -> None:
         """Any pool will do."""
 

@@ -4,13 +4,16 @@ import json
 import random
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from lamina.compute.constraints import Grammars
+from lamina.core.errors import RequestError
 from lamina.core.types import ChatSettings, StructuredOutputs
 from lamina.text.channels import MARKERS, ChannelAnswer
 from lamina.text.chat_format import ChatFormat
+from lamina.text.chats import prepare_chat
 from lamina.text.tools import NamedFunction, NamedTool, forced_calls
 from tests.text.test_tool_calls import read
 
@@ -182,6 +185,9 @@ def test_structured_outputs_hold_for_the_final_message(wanted: StructuredOutputs
         assert allows(form, before + fits) and not allows(form, before + fails)
     assert not allows(form, fits)
     assert allows(FORM.constrain(wanted, PROMPT + final), fits)
+    thinks = FORM.constrain(wanted, PROMPT + "<|channel|>analysis<|message|>Hm")
+    assert allows(thinks, ", so.<|end|>" + NEXT + final + fits)
+    assert not allows(thinks, fits) and not allows(thinks, "<|end|>" + NEXT + final + fails)
     think = ChatFormat("hermes", ("<think>", "</think>"))
     inside = think.constrain(wanted, "<think>\n")
     assert allows(inside, "hm 7</think>" + fits) and not allows(inside, fits)
@@ -192,3 +198,10 @@ def test_the_answer_of_a_required_call_is_read_as_a_call() -> None:
     text = THOUGHT + NEXT + call("look", '{"city": "x"}')
     (found,) = read(FORM.parser(PROMPT, None)(), text, None)[2]
     assert found[0] == "look" and json.loads(found[1]) == {"city": "x"}
+
+
+def test_a_schema_that_leads_to_itself_is_rejected_within_channels_too() -> None:
+    tokenizer = Mock(chat_format=FORM)
+    tokenizer.apply_chat_template.return_value = PROMPT
+    with pytest.raises(RequestError, match="json cannot be compiled"):
+        prepare_chat(tokenizer, [], 100, response_format={"$ref": "#"})
