@@ -1,26 +1,24 @@
 """Changes the pools while the engine serves: adds, removes and replaces workers."""
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
 from lamina.cluster.conversations import Workers
 from lamina.cluster.joining import Fabric
-from lamina.cluster.pool import REMOTE, PoolChange
+from lamina.cluster.pool import REMOTE, Kinds, PoolChange
 from lamina.control.messages import Changed, ToEngine
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, LaminaError, WorkerError
 from lamina.core.pipeline import Pipeline
-from lamina.core.topology import Member, Pool, Role, Topology, role_of
+from lamina.core.topology import COMPUTE_POOLS, Member, Pool, Role, Topology, role_of
 from lamina.engine.changes import Joiner, Joins, Leaves
-from lamina.engine.replacements import Kinds, Replacements, lost_replicas
+from lamina.engine.replacements import Replacements, lost_replicas
+from lamina.engine.resizing import ResizePlanner, require_single_workers, together
 from lamina.schedule.turn import Turn
 
 log = logging.getLogger(__name__)
-
-COMPUTE_POOLS: tuple[Pool, Pool] = ("prefill", "compute")
 
 Adopt = Callable[[Topology], int]
 """Switches the cluster to a topology without ending the epoch; returns the number of the Change."""
@@ -85,26 +83,14 @@ class Pools:
         self._replacements = Replacements(max_restarts)
         self._turning = dict[str, Pool]()  # members that change their role, and the pool that they are to be in
         self._moving = set[str]()  # leaving members whose replacements were started
-        self._turning = self._turners_of_lost_engine()
+        self._turning |= self._planner.unfinished_turns()
         for pool in topology.sizes:
             for kinds in self._missing(pool):
                 self._replace(pool, kinds, WorkerError(pool, "it was lost with an earlier engine"))
 
-    def _turners_of_lost_engine(self) -> dict[str, Pool]:
-        """Return the workers whose role an earlier engine was to change, with their new pool.
-
-        Its target sizes count them in their new pool: one pool lacks workers, and the other one has too many.
-        """
-        sizes = self.topology.sizes
-        for grown, shrunk in (COMPUTE_POOLS, COMPUTE_POOLS[::-1]):
-            spare = sizes[shrunk] - max(self.wanted[shrunk], self._least(shrunk))
-            if (count := min(self.wanted[grown] - sizes[grown], spare)) > 0:
-                return dict.fromkeys(self._leavers(shrunk, PoolChange(-count)), grown)
-        return {}
-
     def _missing(self, pool: Pool) -> list[Kinds]:
         """Return the kinds of the workers that an earlier engine has lost: of whole replicas."""
-        each, turning = self._together(pool), [*self._turning.values()].count(pool)
+        each, turning = together(pool, self._pipeline), [*self._turning.values()].count(pool)
         count = (self.wanted[pool] - self.topology.sizes[pool] - turning) // each
         default: Kinds = (self._fabric.launcher.default_kind(pool),) * each
         if count <= 0 or each == 1:
@@ -116,143 +102,27 @@ class Pools:
     def resize(self, changes: Mapping[Pool, PoolChange], resize: Resize) -> None:
         """Start workers, or begin to remove them where a count is negative.
 
-        Where one of ``prefill`` and ``compute`` grows and the other one shrinks, replicas change their role instead, as
-        far as the kinds of their workers allow. Raises ConfigError, with nothing changed, if a change is impossible.
+        Replicas change their role instead where ``ResizePlanner.plan`` says so. Raises ConfigError, with nothing
+        changed, if a change is impossible.
         """
-        for pool in COMPUTE_POOLS:
-            if pool in changes:
-                self._require_whole_replicas(pool, changes[pool].count)
-        if "prefill" in changes:
-            self._require_roles()
-        leavers = {pool: self._leavers(pool, one) for pool, one in changes.items() if one.count < 0}
-        turning = self._turners(changes, leavers)
-        joiners = {pool: one.count - [*turning.values()].count(pool) for pool, one in changes.items() if one.count > 0}
-        kinds = {pool: changes[pool].kind or self._fabric.launcher.default_kind(pool) for pool in joiners}
-        for pool, count in joiners.items():
-            if count:
-                self._check_growth(pool, kinds[pool], count)
-        if any(joiners.values()):
-            self._check_links(sum(change.count for change in changes.values()))
-        going = [name for names in leavers.values() for name in names if name not in turning]
-        if self.topology.local and any(self.topology.pool_of(name) != "memory" for name in going):
-            self._require_single_workers("holds KV, and does not leave")
-        self._leaves.validate_leave(going, self.topology)
-        resize.left = len(turning) + len(going) + sum(joiners.values())
+        plan = self._planner.plan(changes)
+        self._leaves.validate_leave(plan.leaving, self.topology)
+        resize.left = plan.workers
         for pool, change in changes.items():
             self.wanted[pool] += change.count
-        self._turning |= turning
-        for name in (*turning, *going):
+        self._turning |= plan.turning
+        for name in (*plan.turning, *plan.leaving):
             self._resizes[name] = resize
-        for name in going:
+        for name in plan.leaving:
             self._leaves.begin_leave(name, self.topology)
-        for pool, count in joiners.items():
-            together = self._together(pool)
-            for _ in range(count // together):
-                self._start(pool, (kinds[pool],) * together, resize)
+        for pool, kinds in plan.joining:
+            self._start(pool, kinds, resize)
 
-    def _together(self, pool: Pool) -> int:
-        """Return how many workers of a pool join together: one memory worker, or all workers of a replica."""
-        return 1 if pool == "memory" else self._pipeline.workers
-
-    def _require_whole_replicas(self, pool: Pool, count: int) -> None:
-        workers = self._pipeline.workers
-        if count % workers:
-            raise ConfigError(
-                f"a replica has {workers} compute workers, and {abs(count)} is no multiple of that; "
-                f"give {pool} a multiple of {workers}"
-            )
-
-    def _require_roles(self) -> None:
-        """Raise ConfigError if this cluster cannot have a prefill pool."""
-        pipeline, limits, config = self._pipeline, self._fabric.plan.limits, self._fabric.plan.config
-        if self.topology.local:
-            raise ConfigError(
-                "the KV of a prompt is in the memory of the replica that ran it, and stays there, so no other replica "
-                "can decode it; start with only memory workers, such as --memory cpu:1, to scale prefill"
-            )
-        if config.pipelining == "rotational":
-            raise ConfigError(
-                "rotating lanes visit all replicas, so none can be kept for prompts; start without --pipelining "
-                "rotational to scale prefill"
-            )
-        if not pipeline.interchangeable and limits.max_sequences > limits.max_num_batched_tokens:
-            raise ConfigError(
-                f"{limits.max_sequences} sequences may decode at once, and one step has at most "
-                f"{limits.max_num_batched_tokens}: a replica that only decodes has no room for them. Start with "
-                f"--max-num-seqs {limits.max_num_batched_tokens} at most to scale prefill"
-            )
-
-    def _turners(self, changes: Mapping[Pool, PoolChange], leavers: Mapping[Pool, Sequence[str]]) -> dict[str, Pool]:
-        """Return the workers that change pools instead of leaving, with their new pool."""
-        for grown, shrunk in (COMPUTE_POOLS, COMPUTE_POOLS[::-1]):
-            growth = changes.get(grown)
-            if growth is not None and growth.count > 0 and shrunk in leavers:
-                kinds = {member.name: member.kind for member in self.topology.members}
-                wrong = [name for name in leavers[shrunk] if growth.kind not in ("", kinds[name])]
-                apart = self.topology.whole_replicas(wrong)
-                fitting = [name for name in leavers[shrunk] if name not in apart]
-                count = min(len(fitting), growth.count) // self._pipeline.workers * self._pipeline.workers
-                return dict.fromkeys(fitting[len(fitting) - count :], grown)
-        return {}
-
-    def _require_single_workers(self, why: str) -> None:
-        if self._pipeline.workers > 1:
-            raise ConfigError(
-                f"a replica of {self._pipeline.workers} compute workers {why} while the engine serves: "
-                "remove only memory workers"
-            )
-
-    def _check_growth(self, pool: Pool, kind: str, count: int) -> None:
-        role = role_of(pool)
-        coming = sum(self._joins.count(one) for one in self.wanted if role_of(one) == role)
-        same = sum(member.role == role and member.kind == kind for member in self.topology.members)
-        self._fabric.launcher.validate_pool(role, kind, same + coming + count)
-        if role == "memory":
-            return
-        replicas = (len(self.topology.computes) + coming + count) // self._pipeline.workers
-        slices = len(self._fabric.memory_setup.attentions) + 1
-        if self._pipeline.rotates and replicas > slices:
-            raise ConfigError(
-                f"the model has {slices} slices, too few for {replicas} replicas to take turns in every step; "
-                f"have at most {slices} replicas, or start with --pipelining fixed"
-            )
-
-    def _check_links(self, growth: int) -> None:
-        """Raise ConfigError if a memory worker's arena has too little room for links to all workers that the pools
-        would have. Beyond that, workers that join would take the room of lost ones, which could not be replaced."""
-        most_links, needed = self._fabric.most_links, sum(self.wanted.values()) + growth - 1
-        known = [name for name in self.topology.memories if name in most_links]
-        name = min(known, key=most_links.__getitem__, default="")
-        if name and needed > most_links[name]:
-            raise ConfigError(
-                f"{name} has room for links to {most_links[name]} workers, and the pools would have {needed} others; "
-                "let fewer join, or start the cluster with more workers"
-            )
-
-    def _least(self, pool: Pool) -> int:
-        """Return how many workers must stay in a pool."""
-        return {"prefill": 0, "compute": self._pipeline.workers, "memory": 0 if self.topology.local else 1}[pool]
-
-    def _leavers(self, pool: Pool, change: PoolChange) -> list[str]:
-        """Return the workers to remove: the memory workers that hold least, the compute workers that joined last."""
-        count, topology = -change.count, self.topology
-        gone = {*self._leaves.names, *self._turning}
-        members = [one for one in topology.members if topology.pool_of(one.name) == pool and one.name not in gone]
-        least = self._least(pool)
-        if count > len(members) - least:
-            raise ConfigError(
-                f"the {pool} pool has {len(members)}, of which {least} must stay: {count} cannot leave. "
-                f"Let fewer leave, or add others first"
-            )
-        apart = topology.whole_replicas([one.name for one in members if change.kind not in ("", one.kind)])
-        candidates = [one.name for one in members if one.name not in apart]
-        if count > len(candidates):
-            found = ", ".join(f"{kind}:{number}" for kind, number in Counter(one.kind for one in members).items())
-            raise ConfigError(f"the {pool} pool has {found}: {count} of kind {change.kind} cannot leave")
-        if pool != "memory":
-            return candidates[-count:]
-        placement = self._turn.scheduler.placement
-        return sorted(candidates, key=lambda name: placement.held([name]))[:count]
+    @property
+    def _planner(self) -> ResizePlanner:
+        placement, changing = self._turn.scheduler.placement, {*self._leaves.names, *self._turning}
+        joining = {pool: self._joins.count(pool) for pool in self.wanted}
+        return ResizePlanner(self._fabric, self._pipeline, self.topology, placement, changing, joining, self.wanted)
 
     def _start(self, pool: Pool, kinds: Kinds, resize: Resize | None) -> None:
         """Start workers that enter together, for ``resize``, or as a replacement (None)."""
@@ -350,8 +220,8 @@ class Pools:
 
     def _start_offered(self, role: Role, kind: str) -> None:
         """Start workers of other machines that want to join, once there are enough for a whole replica."""
-        waiting = self._fabric.launcher.waiting(role)
-        if (found := self._replacements.pop_offered(role, (kind,) * self._together(role), waiting)) is not None:
+        fresh, waiting = (kind,) * together(role, self._pipeline), self._fabric.launcher.waiting(role)
+        if (found := self._replacements.pop_offered(role, fresh, waiting)) is not None:
             self._start(*found, None)
 
     def _grant_wishes(self) -> None:
@@ -359,7 +229,7 @@ class Pools:
         for wish in self._workers.wishes():
             try:
                 if wish.leaver and wish.role == "compute":
-                    self._require_single_workers("does not move to another machine")
+                    require_single_workers(self._pipeline, "does not move to another machine")
                 if not wish.leaver:
                     self._start_offered(wish.role, wish.kind)
                 elif wish.leaver in self.topology.names and wish.leaver not in self._leaves.names:

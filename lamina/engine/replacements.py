@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 
-from lamina.cluster.pool import REMOTE, parse_computes, size
+from lamina.cluster.pool import REMOTE, Kinds, parse_computes, size
 from lamina.cluster.pool import kinds as kinds_of
 from lamina.config.engine_config import EngineConfig
 from lamina.control.liveness import Restarts
@@ -14,9 +14,6 @@ from lamina.core.topology import Pool, Role, Topology, role_of
 log = logging.getLogger(__name__)
 
 AWAIT_S = 600.0  # for another machine's worker to replace the last worker of a pool
-
-Kinds = tuple[str, ...]
-"""The kind of each worker that joins together with others: one memory worker, or all workers of a replica."""
 
 
 class Replacements:
