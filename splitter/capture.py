@@ -180,7 +180,7 @@ def _untraceable(config: PretrainedConfig, error: Exception) -> UnsupportedModel
 
 
 def _rope_by_length(config: PretrainedConfig) -> str | None:
-    """Return the first rope_type whose frequencies depend on the sequence length; None if there is none."""
+    """Return the first rope_type whose frequencies depend on the sequence length; None if no rope_type does."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for all layers, or one per type
     return next((kind["rope_type"] for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")), None)

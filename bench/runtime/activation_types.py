@@ -7,25 +7,19 @@ Linear layers but the head are Lamina's own products; everything else is in floa
 model in float32.
 """
 
-import argparse
-import math
-import sysconfig
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from bench.runtime.accuracy import AccuracyTable, read_arguments, read_windows, run
 from lamina.core.types import ActivationDType, Quantization
 from lamina.lowering.cpu_codes import linear_codes, pack_codes
 from lamina.lowering.native_operators import NATIVE
-from lamina.models.directory import BUNDLED, find
+from lamina.models.directory import BUNDLED
 from lamina.models.quantisation.codes import quantise
-from lamina.text.tokenizer import Tokenizer
-from tools.train_bundled import CONTEXT, read_sources
 
 KINDS: tuple[tuple[Quantization, ActivationDType], ...] = (
     ("none", "auto"),
@@ -70,44 +64,15 @@ def load() -> Any:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--windows", type=int, default=16, help=f"number of windows of {CONTEXT} tokens")
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-
-    _, texts = read_sources(Path(sysconfig.get_paths()["stdlib"]))
-    ids = torch.tensor(Tokenizer(find(None)).encode("\n".join(texts))[: args.windows * CONTEXT]).view(-1, CONTEXT)
-    exact = [load()(window[None], use_cache=False).logits[0] for window in ids]
-    deviation = float(torch.stack([each.std() for each in exact]).mean())
-    tokens = len(ids) * (CONTEXT - 1)
-    table = Table(title=f"{tokens} held-out tokens; standard deviation of the logits {deviation:.2f}")
-    for heading in ("weights", "activations"):
-        table.add_column(heading)
-    for heading in ("perplexity", "mean logit error", "max logit error", "top-1 agreement"):
-        table.add_column(heading, justify="right")
-    table.add_row("float32", "float32", f"{perplexity(exact, ids):.4f}", "0", "0", "100%")
+    args = read_arguments(__doc__)
+    ids = read_windows(args.windows)
+    exact = run(load(), ids)
+    accuracy = AccuracyTable(("weights", "activations"), ids, exact)
+    accuracy.add(("float32", "float32"), exact)
     for weights, activations in KINDS:
-        model = replace_layers(load(), weights, activations)
-        found = [model(window[None], use_cache=False).logits[0] for window in ids]
-        errors = [(got - right).abs() for got, right in zip(found, exact, strict=True)]
-        agree = [(got.argmax(-1) == right.argmax(-1)).double() for got, right in zip(found, exact, strict=True)]
-        table.add_row(
-            "bfloat16" if weights == "none" else weights,
-            "bfloat16" if activations == "auto" else activations,
-            f"{perplexity(found, ids):.4f}",
-            f"{float(torch.stack([each.mean() for each in errors]).mean()):.5f}",
-            f"{max(float(each.max()) for each in errors):.3f}",
-            f"{float(torch.stack([each.mean() for each in agree]).mean()):.2%}",
-        )
-    Console().print(table)
-
-
-def perplexity(logits: list[Tensor], ids: Tensor) -> float:
-    """Perplexity of windows of ids [windows, tokens], given the logits [tokens, vocabulary] of each."""
-    pairs = zip(logits, ids, strict=True)
-    nats = [torch.nn.functional.cross_entropy(each[:-1], window[1:]) for each, window in pairs]
-    return math.exp(float(torch.stack(nats).double().mean()))
+        names = "bfloat16" if weights == "none" else weights, "bfloat16" if activations == "auto" else activations
+        accuracy.add(names, run(replace_layers(load(), weights, activations), ids))
+    Console().print(accuracy.table)
 
 
 if __name__ == "__main__":

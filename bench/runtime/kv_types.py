@@ -9,25 +9,19 @@ less: the tokens of a chunk attend to each other's K and V before these are roun
 slab.
 """
 
-import argparse
-import math
-import sysconfig
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 
+from bench.runtime.accuracy import AccuracyTable, read_arguments, read_windows, run
 from lamina.core.types import AttentionSpec, KvElement
 from lamina.memory.device import make
 from lamina.memory.device.base import Pairs
-from lamina.models.directory import BUNDLED, find
-from lamina.text.tokenizer import Tokenizer
-from tools.train_bundled import CONTEXT, read_sources
+from lamina.models.directory import BUNDLED
 
 ELEMENTS = (KvElement.FLOAT32, KvElement.BFLOAT16, KvElement.INT8, KvElement.FP8)
 
@@ -52,47 +46,33 @@ def slab_attention(element: KvElement, threads: int) -> Callable[..., tuple[torc
     return attend
 
 
+def load(element: KvElement, threads: int) -> Any:
+    """Return the bundled model in float32 with attention over slabs of ``element``."""
+    AttentionInterface.register(f"slab_{element.value}", slab_attention(element, threads))
+    return AutoModelForCausalLM.from_pretrained(
+        BUNDLED, dtype=torch.float32, attn_implementation=f"slab_{element.value}"
+    )
+
+
+def bytes_per_token(config: PretrainedConfig, element: KvElement) -> int:
+    """Return the bytes of KV of one token in all layers."""
+    heads, size = config.num_key_value_heads, config.head_dim
+    spec = AttentionSpec(0, config.num_attention_heads, heads, size, size, 1)
+    layers: int = config.num_hidden_layers
+    return layers * spec.slab_bytes_per_token(element)
+
+
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--windows", type=int, default=16, help=f"number of windows of {CONTEXT} tokens")
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-
-    _, texts = read_sources(Path(sysconfig.get_paths()["stdlib"]))
-    ids = torch.tensor(Tokenizer(find(None)).encode("\n".join(texts))[: args.windows * CONTEXT]).view(-1, CONTEXT)
-    models: dict[KvElement, Any] = {}
-    for element in ELEMENTS:
-        AttentionInterface.register(f"slab_{element.value}", slab_attention(element, args.threads))
-        models[element] = AutoModelForCausalLM.from_pretrained(
-            BUNDLED, dtype=torch.float32, attn_implementation=f"slab_{element.value}"
-        )
-
-    nats, errors, largest, agree = (dict.fromkeys(ELEMENTS, 0.0) for _ in range(4))
-    deviation = 0.0
-    for window in ids:
-        exact = models[KvElement.FLOAT32](window[None], use_cache=False).logits[0]
-        deviation += float(exact.std()) / len(ids)
-        for element, model in models.items():
-            logits = model(window[None], use_cache=False).logits[0]
-            nats[element] += float(torch.nn.functional.cross_entropy(logits[:-1], window[1:], reduction="sum"))
-            difference = (logits - exact).abs()
-            errors[element] += float(difference.mean()) / len(ids)
-            largest[element] = max(largest[element], float(difference.max()))
-            agree[element] += float((logits.argmax(-1) == exact.argmax(-1)).double().mean()) / len(ids)
-
-    config = models[KvElement.FLOAT32].config
-    spec = AttentionSpec(0, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim, 1)
-    tokens = len(ids) * (CONTEXT - 1)
-    table = Table(title=f"{tokens} held-out tokens; standard deviation of the logits {deviation:.2f}")
-    for heading in ("KV", "bytes per token", "perplexity", "mean logit error", "max logit error", "top-1 agreement"):
-        table.add_column(heading, justify="left" if heading == "KV" else "right")
-    for element in ELEMENTS:
-        nbytes = config.num_hidden_layers * spec.slab_bytes_per_token(element)
-        figures = (f"{math.exp(nats[element] / tokens):.4f}", f"{errors[element]:.5f}", f"{largest[element]:.3f}")
-        table.add_row(element.value, str(nbytes), *figures, f"{agree[element]:.2%}")
-    Console().print(table)
+    args = read_arguments(__doc__)
+    ids = read_windows(args.windows)
+    models = {element: load(element, args.threads) for element in ELEMENTS}
+    exact = run(models[KvElement.FLOAT32], ids)
+    accuracy = AccuracyTable(("KV", "bytes per token"), ids, exact)
+    for element, model in models.items():
+        logits = exact if element is KvElement.FLOAT32 else run(model, ids)
+        accuracy.add((element.value, str(bytes_per_token(model.config, element))), logits)
+    Console().print(accuracy.table)
 
 
 if __name__ == "__main__":

@@ -208,7 +208,7 @@ def _read_text(file: Path) -> str:
 
 
 def near_cores(locality: Locality, device: str, available: frozenset[int]) -> frozenset[int]:
-    """Return the ``available`` cores on the NUMA node of GPU ``device``; all of them if there are none."""
+    """Return the ``available`` cores on the NUMA node of GPU ``device``; all ``available`` cores if none is there."""
     gpu = next((gpu for gpu in locality.gpus if gpu.name == device), None)
     return (locality.cores(gpu) & available if gpu is not None else frozenset()) or available
 

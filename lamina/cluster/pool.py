@@ -98,6 +98,10 @@ class PoolChange:
     kind: str = ""
 
 
+Kinds = tuple[str, ...]
+"""The kind of each worker that joins together with others: one memory worker, or all workers of a replica."""
+
+
 class Assigned(NamedTuple):
     """The kind of a worker, and its device: "cpu", "cuda:INDEX", "emulated:INDEX" or "emulated"; "" if its own machine
     decides."""

@@ -67,7 +67,7 @@ class Setting:
 
     @property
     def range(self) -> str:
-        """The range as text, such as "at least 1" or "1 to 15"; empty if there is none."""
+        """The range as text, such as "at least 1" or "1 to 15"; empty if the setting has no bounds."""
         low, high = self.meaning.ge, self.meaning.le
         if low is None or high is None:
             return f"at least {low}" if low is not None else f"at most {high}" if high is not None else ""

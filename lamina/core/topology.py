@@ -17,6 +17,8 @@ Role = Literal["compute", "memory"]
 Pool = Literal["prefill", "compute", "memory"]
 """Workers that scale together. Those of ``prefill`` are compute workers whose replicas only run prompts."""
 
+COMPUTE_POOLS: tuple[Pool, Pool] = ("prefill", "compute")
+
 
 def role_of(pool: Pool) -> Role:
     """Return the role of a pool's workers."""

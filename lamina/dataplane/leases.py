@@ -82,7 +82,7 @@ class Space:
         self._free = [(start, stop)] if start < stop else []  # sorted; no two touch
 
     def allocate(self, count: int) -> int | None:
-        """Allocate the lowest free part of ``count`` numbers, and return its start; None if there is no such part."""
+        """Allocate the lowest free part of ``count`` numbers, and return its start; None if all parts are shorter."""
         count = self._aligned(count)
         for index, (start, stop) in enumerate(self._free):
             if stop - start >= count:

@@ -219,7 +219,7 @@ class Joins:
 
     @property
     def linked(self) -> Joiner | None:
-        """The joiner that may become a member now; None if there is none."""
+        """The joiner that may become a member now; None if no joiner is linked."""
         current = self._current
         return current if current is not None and current.stage is JoinStage.LINKED else None
 

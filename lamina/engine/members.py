@@ -211,7 +211,8 @@ class Members:
     def on_workers_lost(self, lost: Mapping[str, LaminaError]) -> str | None:
         """End the epoch, continue without the lost workers, and start replacements.
 
-        If a role has no worker left, requests wait for a replacement; raises the reason for the loss if there is none.
+        If a role has no worker left, requests wait for a replacement; raises the reason for the loss if the lost worker
+        may not be replaced.
         Returns a request that makes workers die, if this loss proves it; the caller ends the request.
         """
         pools = self.pools

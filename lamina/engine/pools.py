@@ -1,31 +1,24 @@
 """Changes the pools while the engine serves: adds, removes and replaces workers."""
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
 from lamina.cluster.conversations import Workers
 from lamina.cluster.joining import Fabric
-from lamina.cluster.pool import REMOTE, PoolChange, parse_computes, size
-from lamina.cluster.pool import kinds as kinds_of
-from lamina.control.liveness import Restarts
+from lamina.cluster.pool import REMOTE, Kinds, PoolChange
 from lamina.control.messages import Changed, ToEngine
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, LaminaError, WorkerError
 from lamina.core.pipeline import Pipeline
-from lamina.core.topology import Member, Pool, Role, Topology, role_of
+from lamina.core.topology import COMPUTE_POOLS, Member, Pool, Role, Topology, role_of
 from lamina.engine.changes import Joiner, Joins, Leaves
+from lamina.engine.replacements import Replacements, lost_replicas
+from lamina.engine.resizing import ResizePlanner, require_single_workers, together
 from lamina.schedule.turn import Turn
 
 log = logging.getLogger(__name__)
-
-COMPUTE_POOLS: tuple[Pool, Pool] = ("prefill", "compute")
-AWAIT_S = 600.0  # for another machine's worker to replace the last worker of a pool
-
-Kinds = tuple[str, ...]
-"""The kind of each worker that joins together with others: one memory worker, or all workers of a replica."""
 
 Adopt = Callable[[Topology], int]
 """Switches the cluster to a topology without ending the epoch; returns the number of the Change."""
@@ -87,193 +80,49 @@ class Pools:
         self._joins = Joins(control, workers, fabric, topology, lambda host: unused(host) * fabric.slab.nbytes(1))
         self._leaves = Leaves(control, workers, turn.scheduler)
         self._resizes: dict[str, Resize] = {}
-        self._restarts: Mapping[Role, Restarts] = {"compute": Restarts(max_restarts), "memory": Restarts(max_restarts)}
-        self._due: list[tuple[float, Pool, Kinds]] = []  # replacements: when to start them
+        self._replacements = Replacements(max_restarts)
         self._turning = dict[str, Pool]()  # members that change their role, and the pool that they are to be in
-        self._vacant: list[tuple[Pool, Kinds]] = []  # lost replicas that workers of other machines belonged to
         self._moving = set[str]()  # leaving members whose replacements were started
-        self._awaited: dict[Role, float] = {}  # until when a worker of another machine may replace a lost one
-        self._reasons: dict[Role, LaminaError] = {}  # why the latest worker of a role was lost or did not start
-        self._turning = self._turners_of_lost_engine()
+        self._turning |= self._planner.unfinished_turns()
         for pool in topology.sizes:
             for kinds in self._missing(pool):
                 self._replace(pool, kinds, WorkerError(pool, "it was lost with an earlier engine"))
 
-    def _turners_of_lost_engine(self) -> dict[str, Pool]:
-        """Return the workers whose role an earlier engine was to change, with their new pool.
-
-        Its target sizes count them in their new pool: one pool lacks workers, and the other one has too many.
-        """
-        sizes = self.topology.sizes
-        for grown, shrunk in (COMPUTE_POOLS, COMPUTE_POOLS[::-1]):
-            spare = sizes[shrunk] - max(self.wanted[shrunk], self._least(shrunk))
-            if (count := min(self.wanted[grown] - sizes[grown], spare)) > 0:
-                return dict.fromkeys(self._leavers(shrunk, PoolChange(-count)), grown)
-        return {}
-
     def _missing(self, pool: Pool) -> list[Kinds]:
         """Return the kinds of the workers that an earlier engine has lost: of whole replicas."""
-        each = self._together(pool)
-        turning = [*self._turning.values()].count(pool)
+        each, turning = together(pool, self._pipeline), [*self._turning.values()].count(pool)
         count = (self.wanted[pool] - self.topology.sizes[pool] - turning) // each
         default: Kinds = (self._fabric.launcher.default_kind(pool),) * each
         if count <= 0 or each == 1:
             return [default] * count
-        config, topology = self._fabric.plan.config, self.topology
-        all_planned, prefills = kinds_of(parse_computes(config)), size(config.prefill)
-        planned = all_planned[:prefills] if pool == "prefill" else all_planned[prefills:]
-        lost = Counter(tuple(planned[first : first + each]) for first in range(0, len(planned), each))
-        kind_by_name = {member.name: member.kind for member in topology.members}
-        present = [replica for replica in topology.replicas if topology.pool_of(replica[0]) == pool]
-        lost.subtract(tuple(kind_by_name[name] for name in replica) for replica in present)
-        return [*lost.elements(), *[default] * count][:count]
+        return lost_replicas(pool, count, default, self._fabric.plan.config, self.topology)
 
     # -- what callers ask for
 
     def resize(self, changes: Mapping[Pool, PoolChange], resize: Resize) -> None:
         """Start workers, or begin to remove them where a count is negative.
 
-        Where one of ``prefill`` and ``compute`` grows and the other one shrinks, replicas change their role instead, as
-        far as the kinds of their workers allow. Raises ConfigError, with nothing changed, if a change is impossible.
+        Replicas change their role instead where ``ResizePlanner.plan`` says so. Raises ConfigError, with nothing
+        changed, if a change is impossible.
         """
-        for pool in COMPUTE_POOLS:
-            if pool in changes:
-                self._require_whole_replicas(pool, changes[pool].count)
-        if "prefill" in changes:
-            self._require_roles()
-        leavers = {pool: self._leavers(pool, one) for pool, one in changes.items() if one.count < 0}
-        turning = self._turners(changes, leavers)
-        joiners = {pool: one.count - [*turning.values()].count(pool) for pool, one in changes.items() if one.count > 0}
-        kinds = {pool: changes[pool].kind or self._fabric.launcher.default_kind(pool) for pool in joiners}
-        for pool, count in joiners.items():
-            if count:
-                self._check_growth(pool, kinds[pool], count)
-        if any(joiners.values()):
-            self._check_links(sum(change.count for change in changes.values()))
-        going = [name for names in leavers.values() for name in names if name not in turning]
-        if self.topology.local and any(self.topology.pool_of(name) != "memory" for name in going):
-            self._require_single_workers("holds KV, and does not leave")
-        self._leaves.validate_leave(going, self.topology)
-        resize.left = len(turning) + len(going) + sum(joiners.values())
+        plan = self._planner.plan(changes)
+        self._leaves.validate_leave(plan.leaving, self.topology)
+        resize.left = plan.workers
         for pool, change in changes.items():
             self.wanted[pool] += change.count
-        self._turning |= turning
-        for name in (*turning, *going):
+        self._turning |= plan.turning
+        for name in (*plan.turning, *plan.leaving):
             self._resizes[name] = resize
-        for name in going:
+        for name in plan.leaving:
             self._leaves.begin_leave(name, self.topology)
-        for pool, count in joiners.items():
-            together = self._together(pool)
-            for _ in range(count // together):
-                self._start(pool, (kinds[pool],) * together, resize)
-
-    def _together(self, pool: Pool) -> int:
-        """Return how many workers of a pool join together: one memory worker, or all workers of a replica."""
-        return 1 if pool == "memory" else self._pipeline.workers
-
-    def _require_whole_replicas(self, pool: Pool, count: int) -> None:
-        workers = self._pipeline.workers
-        if count % workers:
-            raise ConfigError(
-                f"a replica has {workers} compute workers, and {abs(count)} is no multiple of that; "
-                f"give {pool} a multiple of {workers}"
-            )
-
-    def _require_roles(self) -> None:
-        """Raise ConfigError if this cluster cannot have a prefill pool."""
-        pipeline, limits, config = self._pipeline, self._fabric.plan.limits, self._fabric.plan.config
-        if self.topology.local:
-            raise ConfigError(
-                "the KV of a prompt is in the memory of the replica that ran it, and stays there, so no other replica "
-                "can decode it; start with only memory workers, such as --memory cpu:1, to scale prefill"
-            )
-        if config.pipelining == "rotational":
-            raise ConfigError(
-                "rotating lanes visit all replicas, so none can be kept for prompts; start without --pipelining "
-                "rotational to scale prefill"
-            )
-        if not pipeline.interchangeable and limits.max_sequences > limits.max_num_batched_tokens:
-            raise ConfigError(
-                f"{limits.max_sequences} sequences may decode at once, and one step has at most "
-                f"{limits.max_num_batched_tokens}: a replica that only decodes has no room for them. Start with "
-                f"--max-num-seqs {limits.max_num_batched_tokens} at most to scale prefill"
-            )
-
-    def _turners(self, changes: Mapping[Pool, PoolChange], leavers: Mapping[Pool, Sequence[str]]) -> dict[str, Pool]:
-        """Return the workers that change pools instead of leaving, with their new pool."""
-        for grown, shrunk in (COMPUTE_POOLS, COMPUTE_POOLS[::-1]):
-            growth = changes.get(grown)
-            if growth is not None and growth.count > 0 and shrunk in leavers:
-                kinds = {member.name: member.kind for member in self.topology.members}
-                wrong = [name for name in leavers[shrunk] if growth.kind not in ("", kinds[name])]
-                apart = self.topology.whole_replicas(wrong)
-                fitting = [name for name in leavers[shrunk] if name not in apart]
-                count = min(len(fitting), growth.count) // self._pipeline.workers * self._pipeline.workers
-                return dict.fromkeys(fitting[len(fitting) - count :], grown)
-        return {}
-
-    def _require_single_workers(self, why: str) -> None:
-        if self._pipeline.workers > 1:
-            raise ConfigError(
-                f"a replica of {self._pipeline.workers} compute workers {why} while the engine serves: "
-                "remove only memory workers"
-            )
-
-    def _check_growth(self, pool: Pool, kind: str, count: int) -> None:
-        role = role_of(pool)
-        coming = self._joins.count(pool) if role == "memory" else self._coming_computes
-        same = sum(member.role == role and member.kind == kind for member in self.topology.members)
-        self._fabric.launcher.validate_pool(role, kind, same + coming + count)
-        if role == "memory":
-            return
-        replicas = (len(self.topology.computes) + coming + count) // self._pipeline.workers
-        slices = len(self._fabric.memory_setup.attentions) + 1
-        if self._pipeline.rotates and replicas > slices:
-            raise ConfigError(
-                f"the model has {slices} slices, too few for {replicas} replicas to take turns in every step; "
-                f"have at most {slices} replicas, or start with --pipelining fixed"
-            )
-
-    def _check_links(self, growth: int) -> None:
-        """Raise ConfigError if a memory worker's arena has too little room for links to all workers that the pools
-        would have. Beyond that, workers that join would take the room of lost ones, which could not be replaced."""
-        most_links, needed = self._fabric.most_links, sum(self.wanted.values()) + growth - 1
-        known = [name for name in self.topology.memories if name in most_links]
-        name = min(known, key=most_links.__getitem__, default="")
-        if name and needed > most_links[name]:
-            raise ConfigError(
-                f"{name} has room for links to {most_links[name]} workers, and the pools would have {needed} others; "
-                "let fewer join, or start the cluster with more workers"
-            )
+        for pool, kinds in plan.joining:
+            self._start(pool, kinds, resize)
 
     @property
-    def _coming_computes(self) -> int:
-        return sum(self._joins.count(pool) for pool in COMPUTE_POOLS)
-
-    def _least(self, pool: Pool) -> int:
-        """Return how many workers must stay in a pool."""
-        return {"prefill": 0, "compute": self._pipeline.workers, "memory": 0 if self.topology.local else 1}[pool]
-
-    def _leavers(self, pool: Pool, change: PoolChange) -> list[str]:
-        """Return the workers to remove: the memory workers that hold least, the compute workers that joined last."""
-        count, topology = -change.count, self.topology
-        gone = {*self._leaves.names, *self._turning}
-        members = [one for one in topology.members if topology.pool_of(one.name) == pool and one.name not in gone]
-        least = self._least(pool)
-        if count > len(members) - least:
-            raise ConfigError(
-                f"the {pool} pool has {len(members)}, of which {least} must stay: {count} cannot leave. "
-                f"Let fewer leave, or add others first"
-            )
-        apart = topology.whole_replicas([one.name for one in members if change.kind not in ("", one.kind)])
-        candidates = [one.name for one in members if one.name not in apart]
-        if count > len(candidates):
-            found = ", ".join(f"{kind}:{number}" for kind, number in Counter(one.kind for one in members).items())
-            raise ConfigError(f"the {pool} pool has {found}: {count} of kind {change.kind} cannot leave")
-        if pool != "memory":
-            return candidates[-count:]
-        placement = self._turn.scheduler.placement
-        return sorted(candidates, key=lambda name: placement.held([name]))[:count]
+    def _planner(self) -> ResizePlanner:
+        placement, changing = self._turn.scheduler.placement, {*self._leaves.names, *self._turning}
+        joining = {pool: self._joins.count(pool) for pool in self.wanted}
+        return ResizePlanner(self._fabric, self._pipeline, self.topology, placement, changing, joining, self.wanted)
 
     def _start(self, pool: Pool, kinds: Kinds, resize: Resize | None) -> None:
         """Start workers that enter together, for ``resize``, or as a replacement (None)."""
@@ -281,7 +130,7 @@ class Pools:
         def on_failed(error: LaminaError, again: bool) -> None:
             if REMOTE in kinds:
                 log.warning("a %s worker of another machine does not join: %s", pool, error)
-                self._await(pool, kinds)
+                self._replacements.add_vacancy(pool, kinds)
             elif again:
                 self._start(pool, kinds, resize)
             elif resize is not None:
@@ -301,7 +150,7 @@ class Pools:
 
     def coming(self, pool: Pool) -> int:
         """Return how many workers of a pool are joining or will be started."""
-        return self._joins.count(pool) + sum(len(kinds) for _, one, kinds in self._due if one == pool)
+        return self._joins.count(pool) + self._replacements.count(pool)
 
     def leaving(self, pool: Pool) -> int:
         """Return how many members of a pool are leaving."""
@@ -314,12 +163,12 @@ class Pools:
 
     def may_replace(self, role: Role) -> bool:
         """Return whether lost workers of a role are replaced."""
-        return self._restarts[role].most > 0 or self._fabric.plan.is_open
+        return self._replacements.may_restart(role) or self._fabric.plan.is_open
 
     def grows(self, role: Role) -> bool:
         """Return whether a worker of a role is joining, or may still join from another machine."""
         now = self._control.liveness.awake_s
-        return self.starts(role) or any(self._awaited.get(role_of(one), 0.0) > now for one in self._bringing(role))
+        return self.starts(role) or any(self._replacements.awaits(role_of(one), now) for one in self._bringing(role))
 
     def starts(self, role: Role) -> bool:
         """Return whether this engine has started or will start a worker of a role that has not joined."""
@@ -367,40 +216,20 @@ class Pools:
                 resize.fail(WorkerError(name, "it stays: all others of its pool were lost"))
 
     def _replace(self, pool: Pool, kinds: Kinds, reason: LaminaError, free: bool = False) -> None:
-        role = role_of(pool)
-        self._reasons[role] = reason
-        now, restarts = self._control.liveness.awake_s, self._restarts[role]
-        if REMOTE in kinds:
-            self._awaited[role] = now + AWAIT_S
-            self._await(pool, kinds)
-            log.warning("%s; another takes its place once enough workers of other machines come", reason)
-            return
-        at = now if free and restarts.most else restarts.next(now)
-        if at is None:
-            log.error("%s; it is not replaced: max_restarts %d is used up", reason, restarts.most)
-        else:
-            self._due.append((at, pool, kinds))
+        self._replacements.add(pool, kinds, reason, self._control.liveness.awake_s, free)
 
     def _start_offered(self, role: Role, kind: str) -> None:
         """Start workers of other machines that want to join, once there are enough for a whole replica."""
-        lost = next((one for one in self._vacant if role_of(one[0]) == role), None)
-        pool, kinds = lost or (role, (kind,) * self._together(role))
-        if self._fabric.launcher.waiting(role) >= kinds.count(REMOTE):
-            if lost is not None:
-                self._vacant.remove(lost)
-            self._start(pool, kinds, None)
-
-    def _await(self, pool: Pool, kinds: Kinds) -> None:
-        """Record the kinds of a replica to start once enough workers of other machines want to join."""
-        if pool != "memory":
-            self._vacant.append((pool, kinds))
+        fresh, waiting = (kind,) * together(role, self._pipeline), self._fabric.launcher.waiting(role)
+        if (found := self._replacements.pop_offered(role, fresh, waiting)) is not None:
+            self._start(*found, None)
 
     def _grant_wishes(self) -> None:
         """Let workers of other machines join and leave as they wish."""
         for wish in self._workers.wishes():
             try:
                 if wish.leaver and wish.role == "compute":
-                    self._require_single_workers("does not move to another machine")
+                    require_single_workers(self._pipeline, "does not move to another machine")
                 if not wish.leaver:
                     self._start_offered(wish.role, wish.kind)
                 elif wish.leaver in self.topology.names and wish.leaver not in self._leaves.names:
@@ -429,10 +258,7 @@ class Pools:
 
         Raises the reason if a role has no worker and none is joining.
         """
-        now = self._control.liveness.awake_s
-        for due in [due for due in self._due if due[0] <= now]:
-            self._due.remove(due)
-            _, pool, kinds = due
+        for pool, kinds in self._replacements.pop_due(self._control.liveness.awake_s):
             self._start(pool, kinds, None)
         self._grant_wishes()
         sizes = self.topology.sizes
@@ -443,7 +269,7 @@ class Pools:
         for name in self._leaves.turn(self.topology.names):
             self._note(name)
         if (missing := self.topology.lacks(())) is not None and not self.grows(missing):
-            raise self._reasons[missing]
+            raise self._replacements.reasons[missing]
 
     def _change(self) -> None:
         """Make the topology changes that are possible before the next step is planned."""

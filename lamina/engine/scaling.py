@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 from lamina.cluster.pool import PoolChange
 from lamina.core.errors import LaminaError
-from lamina.core.topology import Pool, Topology
+from lamina.core.topology import COMPUTE_POOLS, Pool, Topology
 from lamina.engine.members import Members
-from lamina.engine.pools import COMPUTE_POOLS, Pools, Resize
+from lamina.engine.pools import Pools, Resize
 from lamina.engine.stats import ScalingStats
 from lamina.schedule.roles import RoleBalance, Times
 from lamina.schedule.scheduler import Scheduler

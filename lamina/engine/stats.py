@@ -71,8 +71,8 @@ class ScalingStats:
         most: Largest size.
         load: Latest load, in workers that it would fill.
         why: The figures of the load, in words.
-        grown: Workers that were asked to join so far.
-        shrunk: Workers that were asked to leave so far.
+        grown: Total number of workers that scaling by load has requested.
+        shrunk: Total number of workers that scaling by load has told to leave.
         last: The latest change and its reason; empty before the first.
         at: Unix time of the latest change.
     """

@@ -47,7 +47,7 @@ class _Unfinished:
 
     Attributes:
         drawn: Tokens drawn so far.
-        news: Tokens not yet passed to the caller; None if there are none.
+        news: Tokens not yet passed to the caller; None if all tokens are.
     """
 
     drawn: int

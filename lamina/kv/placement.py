@@ -265,7 +265,7 @@ class Placement:
         return spans
 
     def _whole(self, tokens: int, sequences: int, besides: frozenset[str]) -> str | None:
-        """Return a worker that has room for all ``tokens``; None if there is none."""
+        """Return a worker that has room for all ``tokens``; None if no worker has."""
         room, worker = self._best(tokens, sequences, besides)
         if tokens + AHEAD * sequences > room:
             # An empty worker may be filled: no other sequence there needs slots to grow.
@@ -426,7 +426,7 @@ class Placement:
         self._roomiest.clear()
 
     def roomiest(self, tokens: int) -> str | None:
-        """Return the worker with most room of those whose capacity is at least ``tokens``; None if there is none."""
+        """Return the worker with most room of those with a capacity of ``tokens`` or more; None if all have less."""
         return next((name for name in self.by_room() if self.capacities[name] >= tokens), None)
 
     @property

@@ -65,7 +65,7 @@ def router_weights(model: LoweredModel) -> frozenset[str]:
 
 
 def chosen(model: LoweredModel, linear: Collection[str], to: Quantization) -> frozenset[str]:
-    """Return the linear weights to quantise: not the head's, nor a router's. Raises ConfigError if there are none."""
+    """Return the linear weights to quantise: not the head's, nor a router's. Raises ConfigError if none is left."""
     names = frozenset(linear) - head_weights(model) - router_weights(model)
     if not names:
         raise ConfigError(

@@ -154,7 +154,7 @@ def max_model_len(config: Mapping[str, Any]) -> int | None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in ``file``. Raises ModelError if there is none."""
+    """Return the JSON object in ``file``. Raises ModelError if it holds anything else."""
     try:
         value = json.loads(file.read_bytes())
     except ValueError as error:

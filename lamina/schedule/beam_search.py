@@ -17,8 +17,8 @@ from lamina.schedule.dealing import Readiness
 from lamina.schedule.lane import Lane, Residents
 
 Choice = list[tuple[int, int]]
-"""For every place among a request's beams: the place of the beam that continues there, and its next token. A beam that
-continues only once stays at its own place."""
+"""Assigns to every place among a request's beams the place of the beam that continues there, and the beam's next token.
+A beam that continues only once keeps its place."""
 
 
 @dataclass(frozen=True)

@@ -218,8 +218,8 @@ class Dealer:
         """Let a lane without requests run a chunk of another lane's prompt. A lane that has chunks to lend wakes such
         lanes.
 
-        Returns the request whose chunk was added to ``chunks``; None if there is none. Nothing is lent with local
-        memory, which would attend to a chunk before earlier chunks of other lanes are stored.
+        Returns the request whose chunk was added to ``chunks``; None if no lane lends a chunk. With local memory no
+        lane does, because the borrower would attend to a chunk before earlier chunks of other lanes are stored.
         """
         if self.active == 1 or self._placement.local or lane.role == "decode":
             return None

@@ -168,8 +168,10 @@ class Lane:
         return chunks, drawing
 
     def borrow(self, lenders: Iterable["Lane"], most: int) -> tuple[SequenceStep, Group] | None:
-        """Return the next chunk of a prompt of another lane, at most ``most`` tokens, and its request; None if there is
-        none. The chunk runs one attention behind the prompt's chunk before it."""
+        """Return the next chunk of a prompt of another lane, at most ``most`` tokens, and its request.
+
+        The chunk runs one attention behind the prompt's chunk before it. Returns None if no lane lends a chunk.
+        """
         for lender in lenders:
             budget = most
             if self.pace is not None and lender.prompts:

@@ -170,7 +170,7 @@ class Moves:
         return count
 
     def movable(self, group: Group, source: str) -> Range | None:
-        """Return the first range of a request's tokens on a worker that can move now; None if there is none."""
+        """Return the first range of a request's tokens on a worker that can move now; None if no range can."""
         lane = self.lanes[group.lane]
         busy = group.searches or self.touches(group)
         if group.lane < 0 or busy or not group.alive or not lane.is_settled(group):

@@ -135,7 +135,7 @@ def ignored_names(names: Iterable[str], known: Collection[str], prefix: str = ""
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """Return the header that names the ignored fields of a request; empty if there are none."""
+    """Return the header that names the ignored fields of a request; empty if no field is ignored."""
     if not names:
         return {}
     more = [f"and {len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []

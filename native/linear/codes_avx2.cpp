@@ -106,12 +106,8 @@ template <int BITS, int ROWS> void multiply_rows(const Linear &task, int64_t fir
 }
 
 void multiply_panel(const Linear &task, int64_t first_row, int64_t rows, int64_t panel) {
-    with_rows<kMostRows>(rows, [&]<int ROWS>() {
-        if (task.codes.bits == 8)
-            multiply_rows<8, ROWS>(task, first_row, panel);
-        else
-            multiply_rows<4, ROWS>(task, first_row, panel);
-    });
+    with_bits_and_rows<kMostRows>(
+        task.codes, rows, [&]<int BITS, int ROWS>() { multiply_rows<BITS, ROWS>(task, first_row, panel); });
 }
 
 } // namespace

@@ -126,22 +126,12 @@ template <int BITS, int ROWS> void multiply_rows(const Linear &task, int64_t fir
         add_group<BITS, ROWS>(codes, (panel * groups + group) * kPanel,
                               sums_of_x ? sums_of_x + group : nullptr, groups, sums, totals);
     }
-    for (int half = 0; half < 2; ++half) {
-        const int64_t first = panel * kPanel + 16 * half;
-        const __m512 bias = bias_of(task, first);
-        for (int row = 0; row < ROWS; ++row)
-            store_sums(task, first_row + row, first,
-                       _mm512_add_ps(_mm512_load_ps(totals[row] + 16 * half), bias));
-    }
+    store_totals<ROWS>(task, first_row, panel, totals);
 }
 
 void multiply_panel(const Linear &task, int64_t first_row, int64_t rows, int64_t panel) {
-    with_rows<kMostRows>(rows, [&]<int ROWS>() {
-        if (task.codes.bits == 8)
-            multiply_rows<8, ROWS>(task, first_row, panel);
-        else
-            multiply_rows<4, ROWS>(task, first_row, panel);
-    });
+    with_bits_and_rows<kMostRows>(
+        task.codes, rows, [&]<int BITS, int ROWS>() { multiply_rows<BITS, ROWS>(task, first_row, panel); });
 }
 
 } // namespace

@@ -17,6 +17,16 @@ template <int MOST, class Call> void with_rows(int64_t rows, Call call) {
     }(std::make_integer_sequence<int, MOST>{});
 }
 
+// Calls call.operator()<BITS, rows>() for codes of 4 or 8 bits and rows from 1 to MOST.
+template <int MOST, class Call> void with_bits_and_rows(const Codes &codes, int64_t rows, Call call) {
+    with_rows<MOST>(rows, [&]<int ROWS>() {
+        if (codes.bits == 8)
+            call.template operator()<8, ROWS>();
+        else
+            call.template operator()<4, ROWS>();
+    });
+}
+
 } // namespace
 
 struct PanelKernel {

@@ -13,7 +13,7 @@ from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.kit import Replay
 from lamina.memory.device.gpu import Gpu, _Pages
 from tests.support.late_backend import LateBackend, LateKit
-from tests.support.local_steps import LocalWorker, check_steps, plans
+from tests.support.local_steps import LocalWorker, check_steps, plans, recorded_and_usual
 from tests.support.sweep import sweep
 
 FAMILIES = ("llama", "gemma2", "gpt_oss", "bloom")
@@ -22,14 +22,12 @@ CAPACITY = 60
 
 @pytest.mark.parametrize("family", sweep(FAMILIES, ("gemma2", "gpt_oss")))
 def test_a_recorded_step_gives_the_logits_of_slices(family: str) -> None:
-    """For changing lengths, batches that grow and shrink, and page tables that move to larger memory."""
-    recorded = LocalWorker(family, Emulated(), "emulated", CAPACITY)
-    usual = LocalWorker(family, Emulated(), "emulated", CAPACITY, records=False)
+    """Compare logits while lengths change, batches grow and shrink, and page tables move to larger memory."""
+    recorded, usual = recorded_and_usual(family, Emulated(), "emulated", CAPACITY)
     device = recorded.store.device
-    assert recorded.steps is not None and isinstance(device, Gpu)
+    assert isinstance(device, Gpu)
     device._pages = pages = _Pages(device._backend, 64)  # for one sequence
-    recorded.steps.reserve(2)
-    check_steps(recorded, usual, seed=0, steps=8, most=3, longest=8)
+    check_steps(recorded, usual, seed=0, steps=8, most=3, longest=8, reserved=2)
     assert device._pages is not pages
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from lamina.lowering.gpu_slices import Main
-from tests.support.local_steps import LocalWorker, check_steps
+from tests.support.local_steps import check_steps, recorded_and_usual
 
 pytestmark = pytest.mark.gpu
 CAPACITY = 600
@@ -11,7 +11,7 @@ CAPACITY = 600
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_a_recorded_step_gives_the_logits_of_slices(family: str) -> None:
-    """For changing lengths, batches that grow and shrink, and page tables that move to larger memory."""
+    """Compare logits while lengths change, batches grow and shrink, and page tables move to larger memory."""
     from lamina.compute.device.cuda import Cuda
 
     class Unfused(Cuda):
@@ -20,9 +20,5 @@ def test_a_recorded_step_gives_the_logits_of_slices(family: str) -> None:
         def compiled(self, graph: Main) -> Main | None:
             return None
 
-    kit = Unfused(0)
-    recorded = LocalWorker(family, kit, "cuda:0", CAPACITY)
-    usual = LocalWorker(family, kit, "cuda:0", CAPACITY, records=False)
-    assert recorded.steps is not None
-    recorded.steps.reserve(4)
-    check_steps(recorded, usual, seed=1, steps=36, most=9, longest=24, tolerance=1e-4)
+    recorded, usual = recorded_and_usual(family, Unfused(0), "cuda:0", CAPACITY)
+    check_steps(recorded, usual, seed=1, steps=36, most=9, longest=24, tolerance=1e-4, reserved=4)

@@ -137,7 +137,10 @@ def test_quantised_at_load(tmp_path: Path, compute: str, to: Quantization) -> No
 @pytest.mark.skipif(not _native.linear_takes_byte_rows(), reason="this processor has no AVX-512 with bfloat16 and VNNI")
 @pytest.mark.parametrize("to", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_activations_are_rounded(to: Quantization) -> None:
-    """As the inputs of linear layers are in a reference of the bundled model; random models magnify what is rounded."""
+    """Compare tokens with a reference of the bundled model that rounds the inputs of its linear layers to 8 bits.
+
+    A random model would magnify the rounding errors.
+    """
     reference = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
     for name, module in reference.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":

@@ -67,7 +67,7 @@ def test_each_request_ends_once_and_every_slot_comes_back(
 
 
 def test_a_request_that_outgrows_the_memory_of_its_replica_ends_on_another() -> None:
-    """It begins on the smaller of two replicas, which has nothing else, and needs up to 44 of its 40 slots."""
+    """Start a request that may need 44 slots on the smaller of two replicas, which has 40 and runs nothing else."""
     preempted = 0
     for seed in range(30):
         driver = Driver(Pipeline(2, 2), 1, random.Random(seed), memories=("compute0", "compute1"))

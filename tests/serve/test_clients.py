@@ -10,10 +10,7 @@ from typing import Any
 import pydantic
 import pytest
 
-from lamina.core.types import FinishReason
-from lamina.text.chat_template import ChatTemplate
-from tests.support import scripted_engine
-from tests.support.scripted_engine import Running
+from tests.support.scripted_engine import Running, script, script_template
 
 CALL = '<tool_call>{"name": "look", "arguments": {"city": "Rome"}}</tool_call>'
 TOOLED = (
@@ -30,12 +27,7 @@ class City(pydantic.BaseModel):
 
 @pytest.fixture(autouse=True)
 def template(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripted_engine, "TEMPLATE", ChatTemplate(TOOLED, {}))
-
-
-def say(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(scripted_engine, "WORDS", [text[at : at + 9] for at in range(0, len(text), 9)])
-    monkeypatch.setattr(scripted_engine, "END", FinishReason.STOP)
+    script_template(monkeypatch, TOOLED)
 
 
 def missing(package: str) -> str:
@@ -46,7 +38,7 @@ def test_anthropic(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     anthropic = pytest.importorskip("anthropic", reason=missing("anthropic"))
     client = anthropic.Anthropic(base_url=server.url, api_key="-", max_retries=0)
     asked: Any = {"model": "fake", "max_tokens": 40, "messages": [{"role": "user", "content": "a"}]}
-    say(monkeypatch, "<think>So.</think>" + "Yes. " + CALL)
+    script(monkeypatch, "<think>So.</think>" + "Yes. " + CALL)
     tools = [{"name": "look", "input_schema": City.model_json_schema()}]
     with client.messages.stream(**asked, tools=tools) as stream:
         assert "".join(stream.text_stream).strip() == "Yes."
@@ -62,10 +54,10 @@ def test_anthropic(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_langchain(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     langchain = pytest.importorskip("langchain_openai", reason=missing("langchain-openai"))
     model = langchain.ChatOpenAI(base_url=f"{server.url}/v1", api_key="-", model="fake", max_retries=0)
-    say(monkeypatch, '{"city": "Rome"}')
+    script(monkeypatch, '{"city": "Rome"}')
     assert model.with_structured_output(City, method="json_schema").invoke("a") == City(city="Rome")
     assert model.with_structured_output(City, method="function_calling").invoke("a") == City(city="Rome")
-    say(monkeypatch, CALL)
+    script(monkeypatch, CALL)
     (call,) = model.bind_tools([City]).invoke("a").tool_calls
     assert (call["name"], call["args"]) == ("look", {"city": "Rome"})
     assert "".join(chunk.content for chunk in model.stream("a")) == CALL
@@ -74,7 +66,7 @@ def test_langchain(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_litellm(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     litellm = pytest.importorskip("litellm", reason=missing("litellm"))
     asked: Any = {"messages": [{"role": "user", "content": "a"}], "api_base": f"{server.url}/v1", "api_key": "-"}
-    say(monkeypatch, "Yes.")
+    script(monkeypatch, "Yes.")
     for provider in ("openai", "hosted_vllm"):
         answer = litellm.completion(model=f"{provider}/fake", **asked)
         assert answer.choices[0].message.content == "Yes." and answer.usage.completion_tokens == 1
@@ -87,10 +79,10 @@ def test_llama_index(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     model = like.OpenAILike(
         model="fake", api_base=f"{server.url}/v1", api_key="-", is_chat_model=True, is_function_calling_model=True
     )
-    say(monkeypatch, "Yes.")
+    script(monkeypatch, "Yes.")
     assert str(model.complete("a")) == "Yes."
     assert "".join(chunk.delta or "" for chunk in model.stream_complete("a")) == "Yes."
-    say(monkeypatch, json.dumps([{"name": "City", "parameters": {"city": "Rome"}}]))
+    script(monkeypatch, json.dumps([{"name": "City", "parameters": {"city": "Rome"}}]))
     core = pytest.importorskip("llama_index.core")
     assert model.structured_predict(City, core.PromptTemplate("a")) == City(city="Rome")
 
@@ -113,7 +105,7 @@ def test_openai_of_npm(server: Running, monkeypatch: pytest.MonkeyPatch, tmp_pat
     modules = Path(os.environ.get("NODE_PATH", ""))
     if shutil.which("node") is None or not (modules / "openai").is_dir():
         pytest.skip("NODE_PATH has no openai: npm install openai, and give the path of node_modules")
-    say(monkeypatch, "Yes.")
+    script(monkeypatch, "Yes.")
     (tmp_path / "node_modules").symlink_to(modules.resolve())
     (tmp_path / "chat.mjs").write_text(SCRIPT)
     command = ["node", str(tmp_path / "chat.mjs"), f"{server.url}/v1"]

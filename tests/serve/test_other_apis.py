@@ -6,10 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from lamina.core.types import FinishReason
-from lamina.text.chat_template import ChatTemplate
-from tests.support import scripted_engine
-from tests.support.scripted_engine import Running
+from tests.support.scripted_engine import Running, script, script_template
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 TEMPLATE = (
@@ -23,14 +20,8 @@ SCHEMA: Any = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 @pytest.fixture(autouse=True)
 def model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripted_engine, "TEMPLATE", ChatTemplate(TEMPLATE, {}))
-    monkeypatch.setattr(scripted_engine, "WORDS", [TEXT[at : at + 9] for at in range(0, len(TEXT), 9)])
-    monkeypatch.setattr(scripted_engine, "END", FinishReason.STOP)
-
-
-def shown(server: Running) -> str:
-    prompt, _ = server.engine.submitted[-1]
-    return server.engine.tokenizer.decode(prompt) if isinstance(prompt, list) else prompt
+    script_template(monkeypatch, TEMPLATE)
+    script(monkeypatch, TEXT)
 
 
 def events(server: Running, path: str, **body: Any) -> list[dict[str, Any]]:
@@ -65,7 +56,7 @@ ASKED: dict[str, Any] = {
 
 def test_a_message(server: Running) -> None:
     answer = server.post(MESSAGES, **ASKED).json()
-    assert shown(server) == '[look]<system>s<user>a<assistant>(t)blook={"city": "y"}<tool>c'
+    assert server.last_prompt() == '[look]<system>s<user>a<assistant>(t)blook={"city": "y"}<tool>c'
     ((_, params),) = server.engine.submitted
     assert (params.stop, params.top_k) == (["x"], 5)
     thinking, text, call = answer["content"]
@@ -73,9 +64,9 @@ def test_a_message(server: Running) -> None:
     assert text == {"type": "text", "text": "Hm."}
     assert call["id"].startswith("call_") and (call["name"], call["input"]) == ("look", {"city": "x"})
     assert (answer["type"], answer["role"], answer["stop_reason"]) == ("message", "assistant", "tool_use")
-    assert answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] == len(shown(server))
+    assert answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] == len(server.last_prompt())
     count = server.post(MESSAGES + "/count_tokens", **{k: v for k, v in ASKED.items() if k != "max_tokens"}).json()
-    assert count == {"input_tokens": len(shown(server))}
+    assert count == {"input_tokens": len(server.last_prompt())}
 
 
 def test_a_message_as_a_stream(server: Running) -> None:
@@ -127,12 +118,12 @@ TOOLS: Any = [{"type": "function", "name": "look", "parameters": SCHEMA, "strict
 
 def test_a_response(client: openai.OpenAI, server: Running) -> None:
     answer = client.responses.create(model="fake", input=INPUT, instructions="s", tools=TOOLS, max_output_tokens=10**6)
-    assert shown(server) == '[look]<system>s<user>a<assistant>(t)look={"city": "y"}<tool>c'
+    assert server.last_prompt() == '[look]<system>s<user>a<assistant>(t)look={"city": "y"}<tool>c'
     assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
     assert answer.output_text == "Hm." and answer.status == "completed"
     call = answer.output[2]
     assert call.type == "function_call" and (call.name, call.arguments) == ("look", '{"city": "x"}')
-    assert answer.usage is not None and answer.usage.input_tokens == len(shown(server))
+    assert answer.usage is not None and answer.usage.input_tokens == len(server.last_prompt())
 
 
 def test_a_response_as_a_stream(client: openai.OpenAI, server: Running) -> None:

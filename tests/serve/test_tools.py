@@ -6,11 +6,8 @@ from typing import Any
 import openai
 import pytest
 
-from lamina.core.types import FinishReason
 from lamina.text.chat_format import ChatFormat
-from lamina.text.chat_template import ChatTemplate
-from tests.support import scripted_engine
-from tests.support.scripted_engine import CHAT, FakeTokenizer, Running, refusal
+from tests.support.scripted_engine import CHAT, FakeTokenizer, Running, refusal, script, script_template
 
 USER: Any = [{"role": "user", "content": "a"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "$defs": {"City": {"enum": ["x"]}}}
@@ -27,26 +24,16 @@ TEMPLATE = (
 
 @pytest.fixture(autouse=True)
 def template(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripted_engine, "TEMPLATE", ChatTemplate(TEMPLATE, {}))
-
-
-def say(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(scripted_engine, "WORDS", [text[at : at + 7] for at in range(0, len(text), 7)])
-    monkeypatch.setattr(scripted_engine, "END", FinishReason.STOP)
-
-
-def shown(server: Running) -> str:
-    prompt, _ = server.engine.submitted[-1]
-    return server.engine.tokenizer.decode(prompt) if isinstance(prompt, list) else prompt
+    script_template(monkeypatch, TEMPLATE)
 
 
 TEXT = 'Hm.<tool_call>{"name": "look", "arguments": {"city": "x"}}</tool_call><tool_call>{"name": "stop"}</tool_call>'
 
 
 def test_calls_are_found_in_an_answer(client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    say(monkeypatch, "<think>\nSo.</think>\n" + TEXT)
+    script(monkeypatch, "<think>\nSo.</think>\n" + TEXT)
     answer = client.chat.completions.create(model="fake", messages=USER, tools=TOOLS, n=2)
-    assert shown(server) == "[look][stop]<user>a<go>"
+    assert server.last_prompt() == "[look][stop]<user>a<go>"
     for choice in answer.choices:
         assert choice.finish_reason == "tool_calls" and choice.message.content == "Hm."
         assert choice.message.model_extra == {"reasoning_content": "So."}
@@ -58,7 +45,7 @@ def test_calls_are_found_in_an_answer(client: openai.OpenAI, server: Running, mo
 
 
 def test_calls_stream_as_deltas(client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    say(monkeypatch, TEXT)
+    script(monkeypatch, TEXT)
     with client.chat.completions.stream(model="fake", messages=USER, tools=TOOLS) as stream:
         events = list(stream)
         message = stream.get_final_completion().choices[0].message
@@ -75,7 +62,7 @@ def test_calls_stream_as_deltas(client: openai.OpenAI, server: Running, monkeypa
 def test_a_required_call_is_enforced(
     client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch, parallel: bool
 ) -> None:
-    say(monkeypatch, '[{"name": "look", "parameters": {"city": "x"}}]')
+    script(monkeypatch, '[{"name": "look", "parameters": {"city": "x"}}]')
     answer = client.chat.completions.create(
         model="fake", messages=USER, tools=TOOLS, tool_choice="required", parallel_tool_calls=parallel
     )
@@ -92,7 +79,7 @@ def test_a_required_call_is_enforced(
 
 
 def test_a_named_call_is_enforced(client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    say(monkeypatch, '{"city": "x"}')
+    script(monkeypatch, '{"city": "x"}')
     choice: Any = {"type": "function", "function": {"name": "look"}}
     answer = client.chat.completions.create(model="fake", messages=USER, tools=TOOLS, tool_choice=choice)
     call: Any
@@ -103,8 +90,8 @@ def test_a_named_call_is_enforced(client: openai.OpenAI, server: Running, monkey
 
 
 def test_a_forced_call_may_follow_reasoning(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripted_engine, "TEMPLATE", ChatTemplate("{{ tools[0] }}<think>\n", {}))
-    say(monkeypatch, 'So.</think>[{"name": "stop", "parameters": {}}]')
+    script_template(monkeypatch, "{{ tools[0] }}<think>\n")
+    script(monkeypatch, 'So.</think>[{"name": "stop", "parameters": {}}]')
     message = server.post(CHAT, messages=USER, tools=TOOLS, tool_choice="required").json()["choices"][0]["message"]
     assert message["reasoning_content"] == "So." and message["tool_calls"][0]["function"]["name"] == "stop"
     ((_, params),) = server.engine.submitted
@@ -112,8 +99,8 @@ def test_a_forced_call_may_follow_reasoning(server: Running, monkeypatch: pytest
 
 
 def test_a_schema_holds_for_what_follows_reasoning(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripted_engine, "TEMPLATE", ChatTemplate("<think>\n", {}))
-    say(monkeypatch, "So.</think>{}")
+    script_template(monkeypatch, "<think>\n")
+    script(monkeypatch, "So.</think>{}")
     message = server.post(CHAT, messages=USER, response_format={"type": "json_object"}).json()["choices"][0]["message"]
     assert message["reasoning_content"] == "So." and message["content"] == "{}"
     ((_, params),) = server.engine.submitted
@@ -125,9 +112,9 @@ def test_channels_of_gpt_oss(
     client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch, choice: Any
 ) -> None:
     monkeypatch.setattr(FakeTokenizer, "chat_format", ChatFormat("openai", None, channels=True))
-    monkeypatch.setattr(scripted_engine, "TEMPLATE", ChatTemplate("{{ tools }}<|start|>assistant", {}))
+    script_template(monkeypatch, "{{ tools }}<|start|>assistant")
     thought = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant"
-    say(monkeypatch, thought + '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"city": "x"}')
+    script(monkeypatch, thought + '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"city": "x"}')
     with client.chat.completions.stream(model="fake", messages=USER, tools=TOOLS, tool_choice=choice) as stream:
         message = stream.get_final_completion().choices[0].message
     call: Any
@@ -135,15 +122,15 @@ def test_channels_of_gpt_oss(
     assert (call.function.name, call.function.arguments) == ("look", '{"city": "x"}') and not message.content
     ((_, params),) = server.engine.submitted
     assert (params.structured_outputs is not None) is (choice == "required")
-    say(monkeypatch, thought + "<|channel|>final<|message|>Yes.")
+    script(monkeypatch, thought + "<|channel|>final<|message|>Yes.")
     answer = client.responses.create(model="fake", input="a")
     assert answer.output_text == "Yes." and [item.type for item in answer.output] == ["reasoning", "message"]
 
 
 def test_without_a_choice_tools_are_not_shown(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    say(monkeypatch, TEXT)
+    script(monkeypatch, TEXT)
     message = server.post(CHAT, messages=USER, tools=TOOLS, tool_choice="none").json()["choices"][0]["message"]
-    assert shown(server) == "<user>a<go>" and message["content"] == TEXT
+    assert server.last_prompt() == "<user>a<go>" and message["content"] == TEXT
 
 
 def test_markers_that_are_special_tokens_stay_in_the_text(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +145,7 @@ def test_markers_that_are_special_tokens_stay_in_the_text(server: Running, monke
 def test_reasoning_may_be_left_out(
     client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    say(monkeypatch, "<think>So.</think>Yes.")
+    script(monkeypatch, "<think>So.</think>Yes.")
     extra = {"include_reasoning": False}
     if stream:
         chunks = client.chat.completions.create(model="fake", messages=USER, stream=True, extra_body=extra)
@@ -174,19 +161,19 @@ def test_reasoning_may_be_left_out(
 def test_an_effort_of_none_turns_thinking_off(
     server: Running, monkeypatch: pytest.MonkeyPatch, effort: str | None, thinks: str
 ) -> None:
-    monkeypatch.setattr(scripted_engine, "TEMPLATE", ChatTemplate("{{ enable_thinking }}<go>", {}))
+    script_template(monkeypatch, "{{ enable_thinking }}<go>")
     assert server.post(CHAT, messages=USER, reasoning_effort=effort).status_code == 200
-    assert shown(server) == thinks + "<go>"
+    assert server.last_prompt() == thinks + "<go>"
 
 
 def test_variables_and_the_end_of_the_prompt(server: Running) -> None:
     server.post(CHAT, messages=USER, chat_template_kwargs={"effort": "e"}, reasoning_effort="low")
-    assert shown(server) == "<user>a(elow)<go>"
+    assert server.last_prompt() == "<user>a(elow)<go>"
     server.post(CHAT, messages=USER, add_generation_prompt=False)
-    assert shown(server) == "<user>a"
+    assert server.last_prompt() == "<user>a"
     last = {"role": "assistant", "content": "So it"}
     server.post(CHAT, messages=[*USER, last], continue_final_message=True, chat_template_kwargs={"effort": "e"})
-    assert shown(server) == "<user>a<assistant>So it"
+    assert server.last_prompt() == "<user>a<assistant>So it"
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ class Simulation:
             server.on_connected(name)
 
     def _plan(self, kinds: Any, greetings: Any, local: bool = False) -> ClusterPlan:
-        config, eos = self.layout.config, [*TOKENIZER.eos_token_ids]
+        config, eos = sizing.fit_lanes(self.layout.config, len(kinds["compute"])), [*TOKENIZER.eos_token_ids]
         return sizing.cluster_plan(config, MODEL, eos, kinds, greetings, is_open=False, trace=False, local=local)
 
     def _begin(self, server: SimulatedServer, cluster: Cluster, limits: Limits) -> None:

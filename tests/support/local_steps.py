@@ -103,6 +103,12 @@ def plans(seed: int, steps: int, most: int, longest: int, heads: int) -> Iterato
             del at[sequence]
 
 
+def recorded_and_usual(family: str, kit: Kit, device: str, capacity: int) -> tuple[LocalWorker, LocalWorker]:
+    """Return two workers with the same model: one that records whole steps, and one that runs every step by slices."""
+    recorded = LocalWorker(family, kit, device, capacity)
+    return recorded, LocalWorker(family, kit, device, capacity, records=False)
+
+
 def check_steps(
     recorded: LocalWorker,
     usual: LocalWorker,
@@ -111,8 +117,19 @@ def check_steps(
     most: int,
     longest: int,
     tolerance: float = 1e-5,
+    reserved: int = 0,
 ) -> None:
-    """Compare the logits of a worker that records whole steps with those of one that does not, step by step."""
+    """Compare the logits of a worker that records whole steps with those of one that does not, step by step.
+
+    Both run what ``plans`` yields for ``seed``, ``steps``, ``most`` and ``longest``.
+
+    Args:
+        tolerance: Largest error of a logit, absolute and relative.
+        reserved: Record steps of up to so many rows before the first step runs.
+    """
+    if reserved:
+        assert recorded.steps is not None
+        recorded.steps.reserve(reserved)
     decoded = 0
     for plan in plans(seed, steps, most, longest, recorded.store.shards.heads):
         wanted, found = usual.run(plan), recorded.run(plan)

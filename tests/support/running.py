@@ -121,6 +121,13 @@ class Killable(LocalWorkers):
         return {name: process.pid for name, process in self.processes.items()}
 
 
+def check_last_loss(streams: Streams, workers: Killable, victim: str) -> None:
+    """Kill a worker whose loss ends the engine, and check that requests fail with an error that names the worker."""
+    workers.signal(victim, signal.SIGKILL)
+    failed = [output for output in streams.wait() if output.error]
+    assert failed and all(f"worker {victim} is gone" in str(output.error) for output in failed)
+
+
 REQUESTS = prompts(24, 1)
 
 

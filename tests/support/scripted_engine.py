@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import httpx
+import pytest
 
 from lamina.control.packed_logprobs import pack
 from lamina.control.timeline import Span
@@ -24,6 +25,7 @@ from lamina.text.tokenizer import complete_text
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 TIMEOUT_S = 60.0
 VOCABULARY = 0x110000
+PIECE = 7  # characters of a scripted answer in one update
 END = FinishReason.LENGTH
 WORDS = [" one", " two", " three"]
 TEMPLATE = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", {})
@@ -188,6 +190,17 @@ def _positions(place: int, count: int) -> list[Position]:
     return [Position(pack([likely[0], *likely[:count]]), WORDS[place])]
 
 
+def script_template(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    """Let chats be rendered with a Jinja template."""
+    monkeypatch.setattr(f"{__name__}.TEMPLATE", ChatTemplate(template, {}))
+
+
+def script(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Let the engine answer every prompt with ``text``, ``PIECE`` characters per update, and end by a stop token."""
+    monkeypatch.setattr(f"{__name__}.WORDS", [text[at : at + PIECE] for at in range(0, len(text), PIECE)])
+    monkeypatch.setattr(f"{__name__}.END", FinishReason.STOP)
+
+
 @dataclass
 class Running:
     engine: FakeEngine
@@ -196,6 +209,11 @@ class Running:
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
+
+    def last_prompt(self) -> str:
+        """Return the text of the prompt that the engine got last."""
+        prompt, _ = self.engine.submitted[-1]
+        return self.engine.tokenizer.decode(prompt) if isinstance(prompt, list) else prompt
 
     def completion(self, **body: Any) -> dict[str, Any]:
         response = self.post("/v1/completions", **body)

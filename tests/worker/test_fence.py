@@ -318,7 +318,10 @@ def test_nothing_of_an_epoch_arrives_after_all_have_ended_it(
 
 @pytest.mark.parametrize("incarnations", [0, 1])
 def test_another_engine_ends_the_leases_of_those_that_left(incarnations: int) -> None:
-    """It has ended all processes but its members'; an engine that goes on says itself when a leaver has ended."""
+    """Free a leaver's lease at the first epoch of another engine, which has ended all processes but its members'.
+
+    An epoch of the same engine frees no lease: that engine reports each leaver that has ended.
+    """
     worker, rest = Cluster().workers["compute0"], ALL.left(["memory2"], ALL.pipeline)
     worker.links.change_members(rest)
     following = Epoch(FIRST.incarnation + incarnations, FIRST.number + 1)

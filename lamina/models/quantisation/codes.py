@@ -337,7 +337,7 @@ Read = Callable[[str], Tensor]
 """Returns the checkpoint's tensor of this name."""
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""For each code of a word, lowest bits first: the output of eight that it belongs to."""
+"""Lists, for each code of an AWQ word from the lowest bits on, which of the word's eight outputs it belongs to."""
 
 
 def read_codes(packed: Packed, read: Read) -> Codes:

@@ -212,7 +212,7 @@ class Course:
     ) -> Trial | None:
         """Return the highest rate within the SLOs, to ``tolerance``, by ``rounds`` runs at most.
 
-        None if there is none at which a request costs less than ``most_usd``.
+        None if no rate within the SLOs lets a request cost less than ``most_usd``.
         """
         requests = self.requests(capacity)
         rate, low, high = 0.9 * capacity.requests_s, 0.0, math.inf

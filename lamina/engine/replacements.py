@@ -1,0 +1,109 @@
+"""Decides what takes the place of lost workers, and when: workers of this engine, or those of other machines."""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+
+from lamina.cluster.pool import REMOTE, Kinds, parse_computes, size
+from lamina.cluster.pool import kinds as kinds_of
+from lamina.config.engine_config import EngineConfig
+from lamina.control.liveness import Restarts
+from lamina.core.errors import LaminaError
+from lamina.core.topology import Pool, Role, Topology, role_of
+
+log = logging.getLogger(__name__)
+
+AWAIT_S = 600.0  # for another machine's worker to replace the last worker of a pool
+
+
+class Replacements:
+    """The replacements of lost workers that have not been started. The engine's thread owns it.
+
+    Attributes:
+        reasons: Why the latest worker of a role was lost or did not start.
+    """
+
+    def __init__(self, max_restarts: int) -> None:
+        """``max_restarts``: see ``EngineConfig``."""
+        self.reasons: dict[Role, LaminaError] = {}
+        self._restarts: Mapping[Role, Restarts] = {"compute": Restarts(max_restarts), "memory": Restarts(max_restarts)}
+        self._due: list[tuple[float, Pool, Kinds]] = []  # when to start workers
+        self._vacant: list[tuple[Pool, Kinds]] = []  # lost replicas that workers of other machines belonged to
+        self._awaited: dict[Role, float] = {}  # until when a worker of another machine may replace a lost one
+
+    def may_restart(self, role: Role) -> bool:
+        """Return whether this engine starts workers for lost ones."""
+        return self._restarts[role].most > 0
+
+    def add(self, pool: Pool, kinds: Kinds, reason: LaminaError, now: float, free: bool = False) -> None:
+        """Record that workers that had joined together are lost, or have not started.
+
+        Args:
+            now: Monotonic seconds.
+            free: Replace them at once, and do not count them as losses.
+        """
+        role = role_of(pool)
+        self.reasons[role] = reason
+        restarts = self._restarts[role]
+        if REMOTE in kinds:
+            self._awaited[role] = now + AWAIT_S
+            self.add_vacancy(pool, kinds)
+            log.warning("%s; another takes its place once enough workers of other machines come", reason)
+            return
+        at = now if free and restarts.most else restarts.next(now)
+        if at is None:
+            log.error("%s; it is not replaced: max_restarts %d is used up", reason, restarts.most)
+        else:
+            self._due.append((at, pool, kinds))
+
+    def add_vacancy(self, pool: Pool, kinds: Kinds) -> None:
+        """Record the kinds of a replica to start once enough workers of other machines want to join."""
+        if pool != "memory":
+            self._vacant.append((pool, kinds))
+
+    def pop_due(self, now: float) -> list[tuple[Pool, Kinds]]:
+        """Return what is to be started by ``now``."""
+        due = [(pool, kinds) for at, pool, kinds in self._due if at <= now]
+        self._due = [one for one in self._due if one[0] > now]
+        return due
+
+    def pop_offered(self, role: Role, fresh: Kinds, waiting: int) -> tuple[Pool, Kinds] | None:
+        """Return what to start for agents of other machines that wait; None if there are too few agents.
+
+        Args:
+            role: Role of the workers that the agents may run.
+            fresh: Kinds of the workers to start if no lost replica has waited for agents.
+            waiting: Number of agents that wait.
+        """
+        lost = next((one for one in self._vacant if role_of(one[0]) == role), None)
+        pool, kinds = lost or (role, fresh)
+        if waiting < kinds.count(REMOTE):
+            return None
+        if lost is not None:
+            self._vacant.remove(lost)
+        return pool, kinds
+
+    def count(self, pool: Pool) -> int:
+        """Return how many workers of a pool this engine will start."""
+        return sum(len(kinds) for _, one, kinds in self._due if one == pool)
+
+    def awaits(self, role: Role, now: float) -> bool:
+        """Return whether a worker of another machine may still replace a lost one."""
+        return self._awaited.get(role, 0.0) > now
+
+
+def lost_replicas(pool: Pool, count: int, default: Kinds, config: EngineConfig, topology: Topology) -> list[Kinds]:
+    """Return the kinds of ``count`` replicas of a pool that ``topology`` lacks.
+
+    Args:
+        default: Kinds of a replica beyond those of ``config``.
+        config: Names the replicas at the start.
+    """
+    all_planned, prefills = kinds_of(parse_computes(config)), size(config.prefill)
+    planned = all_planned[:prefills] if pool == "prefill" else all_planned[prefills:]
+    each = len(default)
+    lost = Counter(tuple(planned[first : first + each]) for first in range(0, len(planned), each))
+    kind_by_name = {member.name: member.kind for member in topology.members}
+    present = [replica for replica in topology.replicas if topology.pool_of(replica[0]) == pool]
+    lost.subtract(tuple(kind_by_name[name] for name in replica) for replica in present)
+    return [*lost.elements(), *[default] * count][:count]

@@ -1,0 +1,203 @@
+"""Decides which workers a resize starts, removes or moves to another pool, and rejects impossible resizes."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from lamina.cluster.joining import Fabric
+from lamina.cluster.pool import Kinds, PoolChange
+from lamina.core.errors import ConfigError
+from lamina.core.pipeline import Pipeline
+from lamina.core.topology import COMPUTE_POOLS, Pool, Topology, role_of
+from lamina.kv.placement import Placement
+
+
+@dataclass(frozen=True)
+class ResizePlan:
+    """What a resize does.
+
+    Attributes:
+        turning: Members that change their role, with their new pool.
+        leaving: Members that leave.
+        joining: Pool and kinds of the workers to start; the workers of one entry join together.
+    """
+
+    turning: Mapping[str, Pool]
+    leaving: Sequence[str]
+    joining: Sequence[tuple[Pool, Kinds]]
+
+    @property
+    def workers(self) -> int:
+        """Number of workers that join, leave or change their role."""
+        return len(self.turning) + len(self.leaving) + sum(len(kinds) for _, kinds in self.joining)
+
+
+@dataclass(frozen=True)
+class ResizePlanner:
+    """Plans resizes of the pools in their current state, and changes nothing.
+
+    Attributes:
+        fabric: How workers are set up.
+        pipeline: The pipeline at the start.
+        topology: The current members.
+        placement: The KV that memory workers hold.
+        changing: Names of the members that leave or change their role.
+        joining: Number of workers of each pool that are joining.
+        wanted: Target size of each pool.
+    """
+
+    fabric: Fabric
+    pipeline: Pipeline
+    topology: Topology
+    placement: Placement
+    changing: Collection[str]
+    joining: Mapping[Pool, int]
+    wanted: Mapping[Pool, int]
+
+    def plan(self, changes: Mapping[Pool, PoolChange]) -> ResizePlan:
+        """Return how the pools change.
+
+        Where one of ``prefill`` and ``compute`` grows and the other one shrinks, replicas change their role, as far as
+        the kinds of their workers allow. Raises ConfigError if a change is impossible.
+        """
+        for pool in COMPUTE_POOLS:
+            if pool in changes:
+                self._require_whole_replicas(pool, changes[pool].count)
+        if "prefill" in changes:
+            self._require_roles()
+        leavers = {pool: self._leavers(pool, one) for pool, one in changes.items() if one.count < 0}
+        turning = self._turners(changes, leavers)
+        growths = {pool: one.count - [*turning.values()].count(pool) for pool, one in changes.items() if one.count > 0}
+        kinds = {pool: changes[pool].kind or self.fabric.launcher.default_kind(pool) for pool in growths}
+        for pool, count in growths.items():
+            if count:
+                self._check_growth(pool, kinds[pool], count)
+        if any(growths.values()):
+            self._check_links(sum(change.count for change in changes.values()))
+        leaving = [name for names in leavers.values() for name in names if name not in turning]
+        if self.topology.local and any(self.topology.pool_of(name) != "memory" for name in leaving):
+            require_single_workers(self.pipeline, "holds KV, and does not leave")
+        joining = list[tuple[Pool, Kinds]]()
+        for pool, count in growths.items():
+            each = together(pool, self.pipeline)
+            joining += [(pool, (kinds[pool],) * each)] * (count // each)
+        return ResizePlan(turning, leaving, joining)
+
+    def unfinished_turns(self) -> dict[str, Pool]:
+        """Return the workers whose role an earlier engine was to change, with their new pool.
+
+        The target sizes of that engine count them in their new pool, so that one pool lacks workers and the other one
+        has too many.
+        """
+        sizes = self.topology.sizes
+        for grown, shrunk in (COMPUTE_POOLS, COMPUTE_POOLS[::-1]):
+            spare = sizes[shrunk] - max(self.wanted[shrunk], self._least(shrunk))
+            if (count := min(self.wanted[grown] - sizes[grown], spare)) > 0:
+                return dict.fromkeys(self._leavers(shrunk, PoolChange(-count)), grown)
+        return {}
+
+    def _require_whole_replicas(self, pool: Pool, count: int) -> None:
+        workers = self.pipeline.workers
+        if count % workers:
+            raise ConfigError(
+                f"a replica has {workers} compute workers, and {abs(count)} is no multiple of that; "
+                f"give {pool} a multiple of {workers}"
+            )
+
+    def _require_roles(self) -> None:
+        """Raise ConfigError if this cluster cannot have a prefill pool."""
+        pipeline, limits, config = self.pipeline, self.fabric.plan.limits, self.fabric.plan.config
+        if self.topology.local:
+            raise ConfigError(
+                "the KV of a prompt is in the memory of the replica that ran it, and stays there, so no other replica "
+                "can decode it; start with only memory workers, such as --memory cpu:1, to scale prefill"
+            )
+        if config.pipelining == "rotational":
+            raise ConfigError(
+                "rotating lanes visit all replicas, so none can be kept for prompts; start without --pipelining "
+                "rotational to scale prefill"
+            )
+        if not pipeline.interchangeable and limits.max_sequences > limits.max_num_batched_tokens:
+            raise ConfigError(
+                f"{limits.max_sequences} sequences may decode at once, and one step has at most "
+                f"{limits.max_num_batched_tokens}: a replica that only decodes has no room for them. Start with "
+                f"--max-num-seqs {limits.max_num_batched_tokens} at most to scale prefill"
+            )
+
+    def _turners(self, changes: Mapping[Pool, PoolChange], leavers: Mapping[Pool, Sequence[str]]) -> dict[str, Pool]:
+        """Return the workers that change pools instead of leaving, with their new pool."""
+        for grown, shrunk in (COMPUTE_POOLS, COMPUTE_POOLS[::-1]):
+            growth = changes.get(grown)
+            if growth is not None and growth.count > 0 and shrunk in leavers:
+                kinds = {member.name: member.kind for member in self.topology.members}
+                wrong = [name for name in leavers[shrunk] if growth.kind not in ("", kinds[name])]
+                apart = self.topology.whole_replicas(wrong)
+                fitting = [name for name in leavers[shrunk] if name not in apart]
+                count = min(len(fitting), growth.count) // self.pipeline.workers * self.pipeline.workers
+                return dict.fromkeys(fitting[len(fitting) - count :], grown)
+        return {}
+
+    def _check_growth(self, pool: Pool, kind: str, count: int) -> None:
+        role = role_of(pool)
+        coming = sum(workers for one, workers in self.joining.items() if role_of(one) == role)
+        same = sum(member.role == role and member.kind == kind for member in self.topology.members)
+        self.fabric.launcher.validate_pool(role, kind, same + coming + count)
+        if role == "memory":
+            return
+        replicas = (len(self.topology.computes) + coming + count) // self.pipeline.workers
+        slices = len(self.fabric.memory_setup.attentions) + 1
+        if self.pipeline.rotates and replicas > slices:
+            raise ConfigError(
+                f"the model has {slices} slices, too few for {replicas} replicas to take turns in every step; "
+                f"have at most {slices} replicas, or start with --pipelining fixed"
+            )
+
+    def _check_links(self, growth: int) -> None:
+        """Raise ConfigError if a memory worker's arena has too little room for links to all workers that the pools
+        would have. Beyond that, workers that join would take the room of lost ones, which could not be replaced."""
+        most_links, needed = self.fabric.most_links, sum(self.wanted.values()) + growth - 1
+        known = [name for name in self.topology.memories if name in most_links]
+        name = min(known, key=most_links.__getitem__, default="")
+        if name and needed > most_links[name]:
+            raise ConfigError(
+                f"{name} has room for links to {most_links[name]} workers, and the pools would have {needed} others; "
+                "let fewer join, or start the cluster with more workers"
+            )
+
+    def _least(self, pool: Pool) -> int:
+        """Return how many workers must stay in a pool."""
+        return {"prefill": 0, "compute": self.pipeline.workers, "memory": 0 if self.topology.local else 1}[pool]
+
+    def _leavers(self, pool: Pool, change: PoolChange) -> list[str]:
+        """Return the workers to remove: the memory workers that hold least, the compute workers that joined last."""
+        count, topology = -change.count, self.topology
+        members = [
+            one for one in topology.members if topology.pool_of(one.name) == pool and one.name not in self.changing
+        ]
+        least = self._least(pool)
+        if count > len(members) - least:
+            raise ConfigError(
+                f"the {pool} pool has {len(members)}, of which {least} must stay: {count} cannot leave. "
+                f"Let fewer leave, or add others first"
+            )
+        apart = topology.whole_replicas([one.name for one in members if change.kind not in ("", one.kind)])
+        candidates = [one.name for one in members if one.name not in apart]
+        if count > len(candidates):
+            found = ", ".join(f"{kind}:{number}" for kind, number in Counter(one.kind for one in members).items())
+            raise ConfigError(f"the {pool} pool has {found}: {count} of kind {change.kind} cannot leave")
+        if pool != "memory":
+            return candidates[-count:]
+        return sorted(candidates, key=lambda name: self.placement.held([name]))[:count]
+
+
+def together(pool: Pool, pipeline: Pipeline) -> int:
+    """Return how many workers of a pool join together: one memory worker, or all workers of a replica."""
+    return 1 if pool == "memory" else pipeline.workers
+
+
+def require_single_workers(pipeline: Pipeline, why: str) -> None:
+    """Raise ConfigError if a replica has several compute workers. ``why``: what a whole replica does not do."""
+    if pipeline.workers > 1:
+        raise ConfigError(
+            f"a replica of {pipeline.workers} compute workers {why} while the engine serves: remove only memory workers"
+        )
