@@ -357,7 +357,8 @@ class Engine:
             self._end()
 
     def _step(self) -> None:
-        messages = list(self._control.receive(POLL_S))  # messages and commands end this wait early
+        wait_s = min(POLL_S, max(0.0, self._turn.next_plan_at - time.monotonic()))
+        messages = list(self._control.receive(wait_s))  # messages and commands end this wait early
         begun = self._timeline.now()
         for worker, message in messages:
             self._take(worker, message)
