@@ -354,9 +354,10 @@ def _workers(config: EngineConfig, pools: Pools, control: ControlServer) -> list
     cores = {role: _cores(config, role, each) for role, each in pools.items()}
     used = [frozenset[int]().union(*each.values()) for each in cores.values()]
     shared = bool(frozenset.intersection(*used))
+    prompts_only = set(list(pools["compute"])[: pool.size(config.prefill)])
     workers = [
         Start(
-            role,
+            "prefill" if name in prompts_only else role,
             one.kind,
             msgspec.structs.replace(control.bootstraps[name], device=one.device),
             cores[role].get(name, frozenset()),

@@ -116,16 +116,21 @@ class Pools:
     # -- what callers ask for
 
     def resize(self, changes: Mapping[Pool, PoolChange], resize: Resize) -> None:
-        """Start workers, or begin to remove them where a count is negative.
+        """Start workers, or begin to remove them where a count is negative or a size is smaller.
 
         Replicas change their role instead where ``ResizePlanner.plan`` says so. Raises ConfigError, with nothing
         changed, if a change is impossible.
         """
-        plan = self._planner.plan(changes)
+        sizes = {pool: self._coming_size(pool) for pool in changes}
+        relative = {pool: change.from_size(sizes[pool]) for pool, change in changes.items()}
+        plan = self._planner.plan({pool: change for pool, change in relative.items() if change.count})
         self._leaves.validate_leave(plan.leaving, self.topology)
+        if not plan.workers:
+            resize.future.set_result([])
+            return
         resize.left = plan.workers
         for pool, change in changes.items():
-            self.wanted[pool] += change.count
+            self.wanted[pool] = change.count if change.is_size else self.wanted[pool] + change.count
         self._turning |= plan.turning
         for name in (*plan.turning, *plan.leaving):
             self._resizes[name] = resize
@@ -133,6 +138,12 @@ class Pools:
             self._leaves.begin_leave(name, self.topology)
         for pool, kinds in plan.joining:
             self._start(pool, kinds, resize)
+
+    def _coming_size(self, pool: Pool) -> int:
+        """Return the size of a pool once the workers that join, leave or change their role have done so."""
+        turned = [*self._turning.values()].count(pool)
+        turning = sum(self.topology.pool_of(name) == pool for name in self._turning)
+        return self.topology.sizes[pool] + self.coming(pool) - self.leaving(pool) + turned - turning
 
     @property
     def _planner(self) -> ResizePlanner:
@@ -243,21 +254,26 @@ class Pools:
         while (found := self._replacements.pop_vacancy(self._fabric.launcher.waiting, now)) is not None:
             self._start(*found, None)
 
-    def _start_offered(self, role: Role, kind: str) -> None:
-        """Start workers of other machines that want to join, once there are enough for a whole replica."""
-        kinds = (kind,) * together(role, self._pipeline)
-        if self._replacements.has_vacancy(role) or self._fabric.launcher.waiting(role) < kinds.count(REMOTE):
+    def _start_offered(self, pool: Pool, kind: str) -> None:
+        """Start workers of other machines that want to join, once there are enough for a whole replica.
+
+        Raises ConfigError if this cluster cannot have a prefill pool.
+        """
+        kinds = (kind,) * together(pool, self._pipeline)
+        if self._replacements.has_vacancy(pool) or self._fabric.launcher.waiting(pool) < kinds.count(REMOTE):
             return
-        staying = self.topology.sizes[role] - self.leaving(role) + self.coming(role)
-        self.wanted[role] = max(self.wanted[role], staying + len(kinds))  # fewer come if lost ones are not replaced
-        self._start(role, kinds, None)
+        if pool == "prefill":
+            self._planner.require_roles()
+        # Fewer come than the pool is to have where lost workers are not replaced.
+        self.wanted[pool] = max(self.wanted[pool], self._coming_size(pool) + len(kinds))
+        self._start(pool, kinds, None)
 
     def _grant_wishes(self) -> None:
         """Let workers of other machines join and leave as they wish."""
         for wish in self._workers.wishes():
             try:
                 if not wish.leaver:
-                    self._start_offered(wish.role, wish.kind)
+                    self._start_offered(wish.pool, wish.kind)
                 elif wish.leaver in self.topology.names and wish.leaver not in self._leaves.names:
                     self._let_leave(wish)
             except LaminaError as error:
@@ -266,14 +282,14 @@ class Pools:
     def _let_leave(self, wish: Wish) -> None:
         """Begin to let a worker of another machine leave. Raises ConfigError if it has to stay."""
         name, pool = wish.leaver, self.topology.pool_of(wish.leaver)
-        if wish.role == "compute":
+        if role_of(pool) == "compute":
             require_single_workers(self._pipeline, "does not move to another machine")
         if wish.moves and name not in self._moving:
             log.warning("the machine of %s is to end: it moves to another one", name)
             self._moving.add(name)
             self._start(pool, (wish.kind,), None)
         if self.topology.lacks([*self._leaves.names, name]) is not None:
-            raise ConfigError(f"{name} stays: no other {wish.role} worker is left")
+            raise ConfigError(f"{name} stays: no other {role_of(pool)} worker is left")
         self._leaves.validate_leave([name], self.topology)
         self._leaves.begin_leave(name, self.topology)
         if not wish.moves:

@@ -9,7 +9,7 @@ from lamina.cluster.pool import kinds as kinds_of
 from lamina.config.engine_config import EngineConfig
 from lamina.control.liveness import Restarts
 from lamina.core.errors import LaminaError
-from lamina.core.topology import Pool, Role, Topology, role_of
+from lamina.core.topology import Pool, Role, Topology, may_run, role_of
 
 log = logging.getLogger(__name__)
 
@@ -69,17 +69,17 @@ class Replacements:
         self._due = [one for one in self._due if one[0] > now]
         return due
 
-    def has_vacancy(self, role: Role) -> bool:
-        """Return whether a lost replica waits for workers of other machines of a role."""
-        return any(role_of(pool) == role for _, pool, _ in self._vacant)
+    def has_vacancy(self, offered: Pool) -> bool:
+        """Return whether a lost replica waits for agents that offer workers of a pool."""
+        return any(may_run(offered, pool) for _, pool, _ in self._vacant)
 
-    def pop_vacancy(self, waiting: Callable[[Role], int], now: float) -> tuple[Pool, Kinds] | None:
+    def pop_vacancy(self, waiting: Callable[[Pool], int], now: float) -> tuple[Pool, Kinds] | None:
         """Return the first lost replica to start again; None if too few agents of other machines wait.
 
-        ``waiting``: returns the number of agents that wait to run a worker of a role.
+        ``waiting``: returns the number of agents that wait to run a worker of a pool.
         """
         for place, (at, pool, kinds) in enumerate(self._vacant):
-            if at <= now and waiting(role_of(pool)) >= kinds.count(REMOTE):
+            if at <= now and waiting(pool) >= kinds.count(REMOTE):
                 del self._vacant[place]
                 return pool, kinds
         return None

@@ -64,7 +64,7 @@ class ResizePlanner:
             if pool in changes:
                 self._require_whole_replicas(pool, changes[pool].count)
         if "prefill" in changes:
-            self._require_roles()
+            self.require_roles()
         leavers = {pool: self._leavers(pool, one) for pool, one in changes.items() if one.count < 0}
         turning = self._turners(changes, leavers)
         growths = {pool: one.count - [*turning.values()].count(pool) for pool, one in changes.items() if one.count > 0}
@@ -118,7 +118,7 @@ class ResizePlanner:
                 f"give {pool} a multiple of {workers}"
             )
 
-    def _require_roles(self) -> None:
+    def require_roles(self) -> None:
         """Raise ConfigError if this cluster cannot have a prefill pool."""
         pipeline, limits, config = self.pipeline, self.fabric.plan.limits, self.fabric.plan.config
         if self.topology.local:
