@@ -93,7 +93,7 @@ def default(shape: Shape, block_m: int, capability: int) -> Tiling:
     if shape.element is KvElement.FLOAT32:
         return Tiling(16, 8, 3, 2, waves)  # products without tensor cores keep their operands in registers
     block_n = max(16, min(64, 8 * 1024 // width))
-    warps = 8 if block_m * width > 8 * 1024 or shape.element.scaled else 4
+    warps = 8 if block_m * width > 8 * 1024 else 4
     resident = (16 if block_m * width <= 2 * 1024 else 8) // warps
     free_bytes = SHARED_BYTES.get(capability, 64) * 1024 // resident - (block_m + 16) * width * 2
     while block_n > 16 and 2 * block_n * width * STORAGE[shape.element].itemsize > free_bytes:
