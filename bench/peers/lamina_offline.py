@@ -15,7 +15,13 @@ TIMEOUT_S = 900
 def load(cell: Cell, memory: str | None = None) -> Iterator[Generate]:
     """An engine that gets requests in the way a server submits them. ``memory``: its memory pool."""
     with Lamina(
-        cell.model, memory=memory, threads=cell.threads, max_num_batched_tokens=STEP_TOKENS, prefix_cache=False
+        cell.model,
+        memory=memory,
+        threads=cell.threads,
+        max_num_batched_tokens=STEP_TOKENS,
+        prefix_cache=False,
+        quantization="none" if cell.weights == "bf16" else cell.weights,
+        activation_dtype=cell.activation_dtype,
     ) as lamina:
 
         def generate(prompts: list[list[int]], tokens: int) -> list[list[float]]:
@@ -25,7 +31,7 @@ def load(cell: Cell, memory: str | None = None) -> Iterator[Generate]:
         yield generate
 
 
-def about() -> dict[str, str]:
+def about(_: Cell) -> dict[str, str]:
     return {"lamina": importlib.metadata.version("lamina")}
 
 

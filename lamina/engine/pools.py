@@ -338,6 +338,8 @@ class Pools:
             if name in self._turning or name not in self.topology.names:
                 continue
             leavers = self.topology.whole_replicas([name])
+            if self.topology.lacks(leavers) is not None:  # the last replica runs prompts: all that decode were lost
+                continue
             following = self._left(leavers)
             if self._may_adopt(following):
                 others = following.names

@@ -109,6 +109,18 @@ def test_an_emptied_worker_stays_while_the_other_pool_has_none() -> None:
     assert pools.topology.memories == TOPOLOGY.memories and pools.states["memory0"] == "draining"
 
 
+def test_the_last_replica_stays_though_it_only_runs_prompts() -> None:
+    """All replicas that decode are lost, and their replacement enters first."""
+    computes = tuple(Member(f"compute{number}", "compute", "cpu", "") for number in range(2))
+    topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(2, 2, prefill=1))
+    pools = pools_of(topology)
+    lost = topology.without(["compute1"])
+    pools.on_workers_lost({"compute1": TransportError("killed")}, lost)
+    pools.resize({"prefill": PoolChange(-1, "")}, Resize())
+    pools.turn(steady=True)
+    assert pools.topology == lost and pools.states["compute0"] == "draining"
+
+
 def test_pools_grow_no_further_than_a_memory_worker_has_room_for_links() -> None:
     """Lost workers could not be replaced once others have taken the room of their links."""
     pools = pools_of(TOPOLOGY)

@@ -10,9 +10,11 @@ not ended once more, as frontends do. The clock of the product is replaced in th
 ``lamina.memory.disk_tier``, not passed in.
 """
 
+import contextlib
+import importlib
 import logging
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -91,6 +93,15 @@ class Report:
     events: tuple[int, int]
 
 
+@contextlib.contextmanager
+def turned(knobs: Mapping[tuple[str, str], float]) -> Iterator[None]:
+    """Give constants of the product other values meanwhile."""
+    with contextlib.ExitStack() as patches:
+        for (module, name), value in knobs.items():
+            patches.enter_context(mock.patch.object(importlib.import_module(module), name, value))
+        yield
+
+
 class _Log(logging.Handler):
     """Tells the errors that the product logs in the trace."""
 
@@ -110,7 +121,7 @@ class Simulation:
         self.layout = layout(seed)
         self.world = World(seed)
         self.network = Network(self.world, self.layout.jitter)
-        self.processes = Processes(self.network)
+        self.processes = Processes(self.network, self.layout.pace)
         self.disks = Disks(self.world)
         self.sent: list[Sent] = []
         self._open = 0  # of them
@@ -130,7 +141,7 @@ class Simulation:
         failure = trace = ""
         log = _Log(self.world)
         logging.getLogger("lamina").addHandler(log)
-        with self.world.as_clock(), mock.patch.object(disk_tier, "Disk", self.disks.open):
+        with self.world.as_clock(), mock.patch.object(disk_tier, "Disk", self.disks.open), turned(self.layout.knobs):
             try:
                 self._run()
             except Exception as error:  # whatever fails is what the run is for
@@ -151,7 +162,7 @@ class Simulation:
         world.run(lambda: self.engine is not None or self.failure is not None)
         begun = world.now
         for fault in self.planned:
-            world.call_at(begun + fault.at, partial(self._faults.happen, fault))
+            world.call_at(begun + fault.at, partial(self._faults.begin, fault))
         world.call_later(0.0, self._request)
         until = begun + FAULTY_S
         world.run(lambda: self._steps() >= self.steps or world.now > until or self._is_over())
@@ -280,6 +291,8 @@ class Simulation:
 
     def _after_turn(self) -> None:
         self.turns += 1
+        assert self.engine is not None
+        self._faults.on_turn(self.engine)
         try:
             check_turn(self)
         except Broken as broken:
