@@ -32,13 +32,13 @@ from lamina import (
 from lamina.models.directory import BUNDLED, find, sampling_defaults
 from lamina.serve.engine_process import describe
 from lamina.text.tokenizer import Tokenizer
+from tests.support.waiting import END_S
 from tests.support.whole_outputs import whole
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
 PROMPTS = ["def fibonacci(n):", "import os", "class Stack:\n    def push(self, item):", "for key, value in"]
 SMALL: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_cache_memory_bytes": 32 * 2**20}
-END_S = 20.0
 
 
 @pytest.fixture(scope="module")

@@ -142,7 +142,7 @@ def worker(
 
     The worker joins when the engine starts with a pool such as --memory remote:2, or later while it serves. It ends
     with the engine. SIGTERM or Ctrl-C lets it leave: a memory worker's KV moves to others first. A second one ends it
-    at once. A compute worker needs the model's files under the path that the engine has.
+    at once. A compute worker reads the model's files under the engine's path, or else fetches them from the engine.
     """
     from lamina.cli.console import print_text
     from lamina.cluster.agent import Agent, WorkerPlace, application, keys_of

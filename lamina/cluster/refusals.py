@@ -52,9 +52,12 @@ def refusals(config: EngineConfig, computes: Sequence[str], memories: Sequence[s
 def _of_replicas(config: EngineConfig, computes: Sequence[str]) -> Iterator[Refusal]:
     ranks, stages, count = config.tensor_parallel, config.pipeline_parallel, len(computes)
     if count % (ranks * stages):
+        divided = {f"tensor_parallel {ranks}": ranks, f"pipeline_parallel {stages}": stages}
+        given = " and ".join(name for name, of in divided.items() if of > 1)
+        product = f"{ranks} x {stages} = " if min(ranks, stages) > 1 else ""
         yield Refusal(
-            f"tensor_parallel {ranks} and pipeline_parallel {stages} with {count} compute workers",
-            f"a replica has {ranks} x {stages} = {ranks * stages} compute workers, and {count} is no multiple of that",
+            f"{given} with {count} compute worker{'s' * (count > 1)}",
+            f"a replica has {product}{ranks * stages} compute workers, and {count} is no multiple of that",
             f"give --compute a multiple of {ranks * stages}",
         )
     for first in range(0, count, ranks):

@@ -52,7 +52,13 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
 @pytest.mark.parametrize(
     ("settings", "computes", "memories", "says"),
     [
-        ({"tensor_parallel": 2}, ["cpu"] * 3, ["cpu"], "2 x 1 = 2 compute workers, and 3 is no multiple of that"),
+        ({"tensor_parallel": 2}, ["cpu"] * 3, ["cpu"], "a replica has 2 compute workers, and 3 is no multiple of that"),
+        (
+            {"tensor_parallel": 2, "pipeline_parallel": 2},
+            ["cpu"],
+            ["cpu"],
+            "with 1 compute worker: a replica has 2 x 2 = 4",
+        ),
         ({"tensor_parallel": 2, "pipeline_parallel": 2}, ["cpu"] * 6, ["cpu"], "give --compute a multiple of 4"),
         ({"tensor_parallel": 2}, ["a100", "a100", "a100", "h100"], ["cpu"], "tensor_parallel 2 of a100 and h100"),
         ({"tensor_parallel": 2, "autoscale": "compute=1:2"}, ["cpu"] * 2, ["cpu"], "autoscale only memory"),
