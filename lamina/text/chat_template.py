@@ -65,9 +65,10 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt for ``messages``, OpenAI style: role, and content as a string or a list of text parts.
 
-        Templates get what transformers gives them, with the arguments of tool calls as objects. A template that does not
-        read lists of parts gets the texts of the parts, joined by line breaks. If a template fails, it is rendered again
-        with an empty string for missing content, and then with arguments as JSON text, which some templates concatenate.
+        Templates get what transformers gives them, with the arguments of tool calls as objects. A template that does
+        not read lists of parts gets the texts of the parts, joined by line breaks. If a template fails, it is rendered
+        again with an empty string for missing content, and then with arguments as JSON text, which some templates
+        concatenate.
 
         Args:
             tools: the functions that the model may call, OpenAI style.
