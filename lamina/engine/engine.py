@@ -243,7 +243,8 @@ class Engine:
         self._control.wake()
 
     def scale(self, *, compute: int | str = 0, memory: int | str = 0, prefill: int | str = 0) -> "Future[list[str]]":
-        """Add workers to the pools while requests run, or remove some: 2, -1, or "rtx3090:+2".
+        """Add workers to the pools while requests run, or remove some: 2, -1, or "rtx3090:+2". A text without a sign is
+        the size that a pool is to have: "3".
 
         Before a memory worker leaves, its KV moves to others. If one of ``prefill`` and ``compute`` grows and the
         other one shrinks, replicas change their role instead and keep their weights. The future has the workers' names
@@ -357,7 +358,8 @@ class Engine:
             self._end()
 
     def _step(self) -> None:
-        messages = list(self._control.receive(POLL_S))  # messages and commands end this wait early
+        wait_s = min(POLL_S, max(0.0, self._turn.next_plan_at - time.monotonic()))
+        messages = list(self._control.receive(wait_s))  # messages and commands end this wait early
         begun = self._timeline.now()
         for worker, message in messages:
             self._take(worker, message)
