@@ -20,6 +20,7 @@ class Mail:
 
     Attributes:
         channels: Channels by peer.
+        landing_nbytes: Most bytes of one fetch.
         missing: By lane, the peers whose messages its next slice still waits for.
     """
 
