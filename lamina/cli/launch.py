@@ -47,7 +47,8 @@ def launch(
     from lamina.serve.gate import api_keys, tls_context
     from lamina.serve.server import bind, serve, url
 
-    api_keys(server), tls_context(server)  # report errors before the model is loaded
+    ready = functools.partial(_print_ready, keyed=bool(api_keys(server)))
+    tls_context(server)  # report errors before the model is loaded
     if config.listen is not None:
         _print_join_command(config)
     with bind(server.host, server.port) as listener:
@@ -56,8 +57,8 @@ def launch(
             from lamina.serve.engine_process import describe
 
             with Lamina.from_config(config) as lamina:
-                ready = functools.partial(_print_ready, url=url(listener, server))
-                serve(lamina.engine, listener, lambda: ready(describe(lamina.engine)), server)
+                on_ready = functools.partial(ready, describe(lamina.engine), url(listener, server))
+                serve(lamina.engine, listener, on_ready, server)
             return
         from lamina.models.directory import find
         from lamina.serve.frontend_processes import FrontendProcesses
@@ -68,7 +69,7 @@ def launch(
             FrontendProcesses(server, model.path, listener) as processes,
             Supervisor(config, processes.folder, processes.names) as supervisor,
         ):
-            processes.serve(supervisor, on_ready=lambda: _print_ready(supervisor.summary, url(listener, server)))
+            processes.serve(supervisor, on_ready=lambda: ready(supervisor.summary, url(listener, server)))
 
 
 def _print_placement(config: EngineConfig) -> None:
@@ -102,17 +103,24 @@ def _print_join_command(config: EngineConfig) -> None:
     print_text(f"Workers of other machines join {where}:\n  {command}\n", console=notes())
 
 
-def _print_ready(summary: str, url: str) -> None:
-    """Print the server's URL and examples of its use. ``summary``: Description of the engine."""
+def _print_ready(summary: str, url: str, keyed: bool) -> None:
+    """Print the server's URL and examples of its use.
+
+    Args:
+        summary: Description of the engine.
+        url: Address of the server.
+        keyed: Whether clients must send a key.
+    """
     from lamina.cli.console import output, print_text
 
+    header, key = (" -H 'Authorization: Bearer KEY'", "KEY") if keyed else ("", "-")
     output().print(f"[bold green]Lamina is ready[/] on [bold]{url}[/]", soft_wrap=True)
     print_text(
         f"{summary}\n"
         f"Chat in a browser: {url}/  Live view of both pools: {url}/dashboard\n"
-        f"  curl {url}/v1/completions -H 'Content-Type: application/json' \\\n"
+        f"  curl {url}/v1/completions -H 'Content-Type: application/json'{header} \\\n"
         f"""    -d '{{"prompt": "def fibonacci(n):", "max_tokens": 48}}'\n"""
-        f"""  python -c "from openai import OpenAI; c = OpenAI(base_url='{url}/v1', api_key='-'); print(\n"""
+        f"""  python -c "from openai import OpenAI; c = OpenAI(base_url='{url}/v1', api_key='{key}'); print(\n"""
         """    c.completions.create(model=c.models.list().data[0].id, prompt='def f(n):').choices[0].text)"\n\n""",
     )
     output().print("[dim]Ctrl-C stops it.[/]")
