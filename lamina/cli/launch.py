@@ -12,7 +12,7 @@ import typer
 
 from lamina.cli import options
 from lamina.config.engine_config import EngineConfig
-from lamina.config.environment import LOG_FORMAT
+from lamina.config.environment import LOG_FORMAT, environment
 from lamina.config.server_config import ServerConfig
 from lamina.core.errors import ConfigError
 from lamina.output import configure_logging, unblock
@@ -49,7 +49,7 @@ def launch(
 
     ready = functools.partial(_print_ready, keyed=bool(api_keys(server)))
     tls_context(server)  # report errors before the model is loaded
-    if config.listen is not None:
+    if config.listen is not None and (config.secret_file or environment().secret):  # else the start is refused
         _print_join_command(config)
     with bind(server.host, server.port) as listener:
         if server.frontends == 0:
@@ -154,7 +154,7 @@ def worker(
     """
     from lamina.cli.console import print_text
     from lamina.cluster.agent import Agent, WorkerPlace, application, keys_of
-    from lamina.cluster.pool import assign, find_devices, parse
+    from lamina.cluster.pool import RUNNABLE, PoolEntry, assign, find_devices, require_kind
     from lamina.cluster.sizing import worker_cores
     from lamina.control.secret import configured
 
@@ -166,7 +166,8 @@ def worker(
         raise ConfigError(
             "the cluster's secret is missing: copy the engine's --secret-file here and give it, or set LAMINA_SECRET"
         )
-    (assigned,) = assign(role, parse(f"{kind}:1"), find_devices())
+    require_kind(kind, RUNNABLE)
+    (assigned,) = assign(role, (PoolEntry(kind, 1),), find_devices(), remedy="Use --kind cpu")
     if cores is not None:
         available = frozenset(os.sched_getaffinity(0))
         os.sched_setaffinity(0, worker_cores(cores, 1, available)[0])
