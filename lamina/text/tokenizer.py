@@ -3,6 +3,7 @@
 import codecs
 import itertools
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,8 @@ from lamina.models.directory import TOKENIZER, TOKENIZER_CONFIG, ModelDirectory,
 if TYPE_CHECKING:
     from lamina.text.chat_format import ChatFormat
     from lamina.text.chat_template import ChatTemplate
+
+log = logging.getLogger(__name__)
 
 _NFC_SHRINKS = 9
 """A text has at most 9 times the bytes of its NFC: its NFD has at most 3 times those of the NFC (Unicode's FAQ on
@@ -270,8 +273,13 @@ class Tokenizer:
 
     @cached_property
     def _chat_template(self) -> "ChatTemplate":
-        from lamina.text.chat_template import ChatTemplate  # saves 20% of the time to import the SDK
+        from lamina.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate  # saves 20% of the time to import the SDK
 
+        if self._template_source == DEFAULT_TEMPLATE:
+            log.warning(
+                'the model has no chat template: messages become lines of "role: content", which few models were '
+                "trained on; give a template as --chat-template FILE"
+            )
         return ChatTemplate(self._template_source, self._special_tokens)
 
 
