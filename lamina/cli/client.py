@@ -245,7 +245,10 @@ def administer(server: str, path: str, body: Any) -> list[str]:
 
 def scale(
     memory: Annotated[
-        str | None, typer.Option(help="Memory workers to add or remove: +2 or -1, or with their kind: rtx3090:+2.")
+        str | None,
+        typer.Option(
+            help="Memory workers to add or remove: +2 or -1, or with their kind: rtx3090:+2; or the pool's size: 3."
+        ),
     ] = None,
     compute: Annotated[str | None, typer.Option(help="Compute workers to add or remove: whole replicas.")] = None,
     prefill: Annotated[
@@ -255,9 +258,10 @@ def scale(
 ) -> None:
     """Add workers to a running server, or remove some, while it answers requests.
 
-    Returns once all have joined or left. Before a memory worker leaves, its KV moves to others, or is computed again
-    there. On a Ray cluster, Ray places new workers, and its autoscaler may start nodes for them. The server and this
-    command need the same key in LAMINA_ADMIN_KEY.
+    A number with a sign changes a pool; a number without is the size that the pool is to have. Returns once all have
+    joined or left. Before a memory worker leaves, its KV moves to others, or is computed again there. On a Ray cluster,
+    Ray places new workers, and its autoscaler may start nodes for them. The server and this command need the same key
+    in LAMINA_ADMIN_KEY.
 
     If you add to one of the pools prefill and compute and remove from the other, workers change pools and keep their
     weights: with --prefill +1 --compute -1, a replica that decodes runs prompts from the next step on.
@@ -273,7 +277,7 @@ def scale(
         parse_change(pool, change)
     with waiting("Waiting for workers to join or leave"):
         workers = administer(url, "/admin/scale", changes)
-    print_text(f"done: {', '.join(workers)}\n")
+    print_text(f"done: {', '.join(workers) or 'the pools have these sizes already'}\n")
 
 
 def down(

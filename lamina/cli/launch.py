@@ -129,7 +129,8 @@ def _print_ready(summary: str, url: str, keyed: bool) -> None:
 def worker(
     engine: Annotated[str, typer.Option(help="HOST:PORT of the engine, which was started with --listen.")],
     role: Annotated[
-        Literal["compute", "memory"], typer.Option(help="Holds weights (compute), or the KV cache (memory).")
+        Literal["compute", "memory", "prefill"],
+        typer.Option(help="Holds weights (compute; prefill: to run only prompts), or the KV cache (memory)."),
     ],
     kind: Annotated[str, typer.Option(help="Device of the worker: cpu, cuda, or a kind of GPU such as a100.")] = "cpu",
     secret_file: Annotated[
@@ -157,6 +158,7 @@ def worker(
     from lamina.cluster.pool import RUNNABLE, PoolEntry, assign, find_devices, require_kind
     from lamina.cluster.sizing import worker_cores
     from lamina.control.secret import configured
+    from lamina.core.topology import role_of
 
     name, _, port = engine.rpartition(":")
     if not name or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -167,7 +169,7 @@ def worker(
             "the cluster's secret is missing: copy the engine's --secret-file here and give it, or set LAMINA_SECRET"
         )
     require_kind(kind, RUNNABLE)
-    (assigned,) = assign(role, (PoolEntry(kind, 1),), find_devices(), remedy="Use --kind cpu")
+    (assigned,) = assign(role_of(role), (PoolEntry(kind, 1),), find_devices(), remedy="Use --kind cpu")
     if cores is not None:
         available = frozenset(os.sched_getaffinity(0))
         os.sched_setaffinity(0, worker_cores(cores, 1, available)[0])

@@ -109,7 +109,7 @@ class _OnThisMachine:
     def default_kind(self, pool: Pool) -> str:
         return CPU
 
-    def waiting(self, role: Role) -> int:
+    def waiting(self, pool: Pool) -> int:
         return 0
 
     def wishes(self) -> list[Wish]:

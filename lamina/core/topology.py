@@ -25,6 +25,11 @@ def role_of(pool: Pool) -> Role:
     return "memory" if pool == "memory" else "compute"
 
 
+def may_run(offered: Pool, pool: Pool) -> bool:
+    """Return whether a machine that offers to run a worker of pool ``offered`` may run one of ``pool``."""
+    return offered == pool or (offered, pool) == ("compute", "prefill")
+
+
 class Epoch(msgspec.Struct, frozen=True, order=True, array_like=True):
     """A period in which no member is lost: number ``number``, from 1, of the engine's ``incarnation``.
 

@@ -42,7 +42,7 @@ class ResizePlanner:
         topology: The current members.
         placement: The KV that memory workers hold.
         changing: Names of the members that leave or change their role.
-        joining: Number of workers of each pool that are joining.
+        coming: Number of workers of each pool that are joining or will be started.
         wanted: Target size of each pool.
     """
 
@@ -51,7 +51,7 @@ class ResizePlanner:
     topology: Topology
     placement: Placement
     changing: Collection[str]
-    joining: Mapping[Pool, int]
+    coming: Mapping[Pool, int]
     wanted: Mapping[Pool, int]
 
     def plan(self, changes: Mapping[Pool, PoolChange]) -> ResizePlan:
@@ -64,7 +64,7 @@ class ResizePlanner:
             if pool in changes:
                 self._require_whole_replicas(pool, changes[pool].count)
         if "prefill" in changes:
-            self._require_roles()
+            self.require_roles()
         leavers = {pool: self._leavers(pool, one) for pool, one in changes.items() if one.count < 0}
         turning = self._turners(changes, leavers)
         growths = {pool: one.count - [*turning.values()].count(pool) for pool, one in changes.items() if one.count > 0}
@@ -96,6 +96,20 @@ class ResizePlanner:
                 return dict.fromkeys(self._leavers(shrunk, PoolChange(-count)), grown)
         return {}
 
+    def unfinished_leaves(self, turning: Mapping[str, Pool]) -> dict[str, Pool]:
+        """Return the workers that an earlier engine was to let leave, with their pool: a pool has more workers than its
+        target size. ``turning``: the workers that change their role."""
+        leaving = dict[str, Pool]()
+        for pool, size in self.topology.sizes.items():
+            members = [name for name in self.topology.names if self.topology.pool_of(name) == pool]
+            going = sum(name in turning for name in members)
+            coming = [*turning.values()].count(pool)
+            each, least = together(pool, self.pipeline), self._least(pool)
+            spare = min(size - going + coming - self.wanted[pool], size - going - least) // each * each
+            if spare > 0:
+                leaving |= dict.fromkeys(self._leavers(pool, PoolChange(-spare)), pool)
+        return leaving
+
     def _require_whole_replicas(self, pool: Pool, count: int) -> None:
         workers = self.pipeline.workers
         if count % workers:
@@ -104,7 +118,7 @@ class ResizePlanner:
                 f"give {pool} a multiple of {workers}"
             )
 
-    def _require_roles(self) -> None:
+    def require_roles(self) -> None:
         """Raise ConfigError if this cluster cannot have a prefill pool."""
         pipeline, limits, config = self.pipeline, self.fabric.plan.limits, self.fabric.plan.config
         if self.topology.local:
@@ -139,7 +153,7 @@ class ResizePlanner:
 
     def _check_growth(self, pool: Pool, kind: str, count: int) -> None:
         role = role_of(pool)
-        coming = sum(workers for one, workers in self.joining.items() if role_of(one) == role)
+        coming = sum(workers for one, workers in self.coming.items() if role_of(one) == role)
         same = sum(member.role == role and member.kind == kind for member in self.topology.members)
         self.fabric.launcher.validate_pool(role, kind, same + coming + count)
         if role == "memory":

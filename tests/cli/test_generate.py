@@ -13,7 +13,8 @@ import pytest
 from lamina.cli.console import output, print_text
 from lamina.cli.generate import _standard_input
 from lamina.core.errors import RequestError
-from tests.support.commands import END_S, LAMINA, assert_refused, run, run_here
+from tests.support.commands import LAMINA, assert_refused, run, run_here
+from tests.support.waiting import END_S
 
 
 def test_generate_prints_texts_speed_and_where_the_kv_lived() -> None:

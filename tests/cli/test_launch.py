@@ -16,7 +16,8 @@ import pytest
 from lamina.cli.console import notes, output
 from lamina.cli.launch import _print_join_command, _print_ready
 from lamina.config.engine_config import EngineConfig
-from tests.support.commands import END_S, RUN_S, Server, assert_refused, run, run_here, start
+from tests.support.commands import RUN_S, Server, assert_refused, run, run_here, start
+from tests.support.waiting import END_S
 
 
 @pytest.fixture(scope="module")

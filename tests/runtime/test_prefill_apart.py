@@ -18,7 +18,7 @@ from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, greedy, served
 from tests.support.running import Killable, Streams, config, run_all, wait_for_recoveries
 from tests.support.sweep import sweep
-from tests.support.waiting import wait_until
+from tests.support.waiting import END_S, wait_until
 
 TOKENS, LONG = 16, 40
 SWITCHES: dict[str, dict[str, Any]] = {
@@ -66,9 +66,6 @@ def test_prompts_apart_equal_hugging_face(
     assert sum(len(one.decoding.sequences) for one in plans) >= 12 * (TOKENS - 1)
 
 
-JOIN_S = 60.0
-
-
 def test_roles_change_and_replicas_for_prompts_join_and_leave_while_requests_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,13 +96,13 @@ def test_roles_change_and_replicas_for_prompts_join_and_leave_while_requests_run
         for change, names, prefills in changes:
             streams = Streams(engine, [(prompt, params) for prompt in prompts])
             streams.wait_for_tokens(2 * len(prompts))
-            assert engine.scale(**change).result(JOIN_S) == names
+            assert engine.scale(**change).result(END_S) == names
             assert engine.topology.prefills == prefills
             assert [[one.token_ids for one in each] for each in streams.results()] == [[one] for one in expected]
         assert engine.topology.epoch.number == 1 and engine.stats().recomputed == 0
         assert sorted(engine.topology.computes) == ["compute0", "compute2"]
         with pytest.raises(ConfigError, match="the compute pool has 2, of which 1 must stay: 2 cannot leave"):
-            engine.scale(prefill=2, compute=-2).result(JOIN_S)
+            engine.scale(prefill=2, compute=-2).result(END_S)
         wait_until(lambda: not any(one.used for one in engine.stats().memory.values()), "slots stayed in use")
     finally:
         engine.close()
@@ -139,12 +136,12 @@ def test_a_replica_of_several_workers_changes_its_role_as_a_whole(parts: str, tm
     engine = launch(config(tmp_path, 4, 1, lanes=4, **{parts: 2}))
     try:
         with pytest.raises(ConfigError, match="a replica has 2 compute workers, and 1 is no multiple of that"):
-            engine.scale(prefill=1, compute=-1).result(JOIN_S)
+            engine.scale(prefill=1, compute=-1).result(END_S)
         with pytest.raises(ConfigError, match="the compute pool has 4, of which 2 must stay: 4 cannot leave"):
-            engine.scale(prefill=4, compute=-4).result(JOIN_S)
+            engine.scale(prefill=4, compute=-4).result(END_S)
         streams = Streams(engine, [(prompt, params) for prompt in prompts])
         streams.wait_for_tokens(10)
-        assert sorted(engine.scale(prefill=2, compute=-2).result(JOIN_S)) == ["compute2", "compute3"]
+        assert sorted(engine.scale(prefill=2, compute=-2).result(END_S)) == ["compute2", "compute3"]
         assert engine.topology.prefills == ("compute2", "compute3")
         assert [[one.token_ids for one in each] for each in streams.results()] == [[one] for one in expected]
     finally:

@@ -202,7 +202,8 @@ class Simulation:
             arrival = self._arrival_s[self._next]
         if self._next_fault < len(self._faults):
             fault = self._faults[self._next_fault].at_s
-        return min(arrival, fault, self._migrations[0][0] if self._migrations else math.inf)
+        moved = self._migrations[0][0] if self._migrations else math.inf
+        return min(arrival, fault, moved, self._turn.next_plan_at)
 
     # -- what happens -------------------------------------------------------------------------------------------
 
