@@ -312,6 +312,9 @@ def test_bad_prompts_are_refused_with_the_figures(lamina: Lamina, prompts: objec
 def test_bad_arguments_are_refused(lamina: Lamina) -> None:
     with pytest.raises(RequestError, match="2 sampling_params for 3 prompts; give one for all or one per prompt"):
         lamina.generate(["a", "b", "c"], [GREEDY, GREEDY])
+    for given in ({"logit_bias": {2048: 1.0}}, {"allowed_token_ids": [1, 2048]}):
+        with pytest.raises(RequestError, match=f"{next(iter(given))}: token id 2048 is outside the vocabulary of 2048"):
+            lamina.generate("a", given)
     with pytest.raises(RequestError, match="stream takes one prompt"):
         next(lamina.stream(["a"], GREEDY))  # type: ignore[list-item]
     with pytest.raises(RequestError, match="messages is empty"):

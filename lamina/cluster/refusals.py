@@ -47,6 +47,12 @@ def refusals(config: EngineConfig, computes: Sequence[str], memories: Sequence[s
     yield from _of_lanes(config, len(computes))
     yield from _of_placement(config)
     yield from _of_memory(config, computes, memories)
+    if config.quantization == "fp8" and CPU in computes:
+        yield Refusal(
+            f"quantization fp8 and compute {CPU}",
+            "compute workers on CPUs have no product of fp8 weights",
+            "give quantization int8 or int4",
+        )
 
 
 def _of_replicas(config: EngineConfig, computes: Sequence[str]) -> Iterator[Refusal]:

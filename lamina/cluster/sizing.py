@@ -60,7 +60,10 @@ def worker_cores(text: str | None, workers: int, available: Cores) -> list[Cores
         return [available] * workers
     named = sorted(_parse_cores(text))
     if missing := set(named) - available:
-        raise ConfigError(f"core list {text!r} names {sorted(missing)}; this process may use {sorted(available)}")
+        unusable, usable = (",".join(map(str, sorted(cores))) for cores in (missing, available))
+        raise ConfigError(
+            f"core list {text!r} names {unusable}, but this process may use only {usable}; name some of these"
+        )
     share = max(1, len(named) // workers)
     return [frozenset(named[i * share % len(named) :][:share]) for i in range(workers)]
 

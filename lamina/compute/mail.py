@@ -38,6 +38,7 @@ class Mail:
 
     Attributes:
         channels: Channels by peer.
+        landing_nbytes: Most bytes of one fetch.
         missing: By lane, the peers whose messages its next slice still waits for.
         lenders: Compute workers whose local memory may hold KV of this worker's steps.
         requests: Requests of other replicas that have arrived, oldest first.

@@ -12,7 +12,7 @@ from lamina.serve.bodies import Body, ChatBody, CompletionBody, parse
 from lamina.serve.http_errors import APIError
 from lamina.text.grammars import compile_grammar
 from lamina.text.prompts import encode_chat, prompt_tokens
-from lamina.text.tool_calls import AnswerParser, PlainText, WithoutReasoning
+from lamina.text.tool_calls import AnswerParser, FirstCall, PlainText, WithoutReasoning
 from lamina.text.tools import ToolChoice, calls_parser, forced_calls
 
 COMPLETION_TOKENS = 16
@@ -98,7 +98,7 @@ def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> G
     ``clamped``: a token limit beyond the context is reduced to the rest of the context instead of being an error.
     """
     require_model(engine, body.model)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise APIError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     defaults, (_, limit) = engine.sampling_defaults, _limit(body)
@@ -133,8 +133,12 @@ def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> G
         tokens = engine.tokenizer.encode(text, add_special_tokens=False)
         prompt = prompt_tokens(engine.tokenizer, tokens, params, engine.max_model_len)
     make_parser = form.parser(text, calls_parser(choice, form.tools) if tools else None)
-    shown = make_parser if body.include_reasoning is not False else lambda: WithoutReasoning(make_parser())
-    return _generation(body, engine, [prompt], params, clamped=clamped, make_parser=shown)
+
+    def parser() -> AnswerParser:
+        one = make_parser() if body.include_reasoning is not False else WithoutReasoning(make_parser())
+        return one if body.parallel_tool_calls is not False else FirstCall(one)
+
+    return _generation(body, engine, [prompt], params, clamped=clamped, make_parser=parser)
 
 
 def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> str:

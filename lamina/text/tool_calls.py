@@ -82,6 +82,25 @@ class WithoutReasoning:
         return [event for event in self._parser.flush() if not isinstance(event, Reasoning)]
 
 
+class FirstCall:
+    """Leaves out all tool calls but the first that another parser finds."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+
+    def append(self, text: str) -> list[Event]:
+        """Return what further text adds."""
+        return [event for event in self._parser.append(text) if not _is_further_call(event)]
+
+    def flush(self) -> list[Event]:
+        """Return what was held back."""
+        return [event for event in self._parser.flush() if not _is_further_call(event)]
+
+
+def _is_further_call(event: Event) -> bool:
+    return isinstance(event, CallBegins | CallArguments) and event.index > 0
+
+
 _Reader = Generator[None, str, None]
 """Gets the characters of a text one by one."""
 

@@ -60,6 +60,12 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
             "with 1 compute worker: a replica has 2 x 2 = 4",
         ),
         ({"tensor_parallel": 2, "pipeline_parallel": 2}, ["cpu"] * 6, ["cpu"], "give --compute a multiple of 4"),
+        (
+            {"quantization": "fp8"},
+            ["a100", "cpu"],
+            ["cpu"],
+            "no product of fp8 weights; give quantization int8 or int4",
+        ),
         ({"tensor_parallel": 2}, ["a100", "a100", "a100", "h100"], ["cpu"], "tensor_parallel 2 of a100 and h100"),
         ({"tensor_parallel": 2, "autoscale": "compute=1:2"}, ["cpu"] * 2, ["cpu"], "autoscale only memory"),
         ({"autoscale": "prefill=1:2", "slo_tbt_ms": 50}, ["cpu"] * 3, ["cpu"], "without slo_ttft_ms and slo_tbt_ms"),
