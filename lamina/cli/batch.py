@@ -60,9 +60,12 @@ def _requests(source: Path) -> Iterator[dict[str, Any]]:
                 if not line.strip():
                     continue
                 try:
-                    request = json.loads(line)
-                except ValueError as error:
-                    raise ConfigError(f"{source}, line {number} is not JSON: {error}") from None
+                    request = json.loads(line.strip())
+                except json.JSONDecodeError as error:
+                    why = f"{error.msg} at column {error.colno}"
+                    raise ConfigError(f"{source}, line {number} is not JSON: {why}") from None
+                except UnicodeDecodeError:
+                    raise ConfigError(f"{source}, line {number} is not JSON: it is not UTF-8") from None
                 if (fault := _find_error(request)) is not None:
                     raise ConfigError(f"{source}, line {number}: {fault}")
                 yield request

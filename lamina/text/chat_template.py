@@ -80,6 +80,8 @@ class ChatTemplate:
         """
         if tools and not self._uses_tools:
             raise RequestError("the model's chat template has no place for tools; describe them in a message instead")
+        if isinstance(messages, str):
+            raise RequestError('messages is a text; give a list such as [{"role": "user", "content": "..."}]')
         for index, message in enumerate(messages):
             check_message(index, message)
         if not messages:

@@ -3,6 +3,7 @@
 import codecs
 import itertools
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,8 @@ from lamina.models.hub import NAMED_TEMPLATES
 if TYPE_CHECKING:
     from lamina.text.chat_format import ChatFormat
     from lamina.text.chat_template import ChatTemplate
+
+log = logging.getLogger(__name__)
 
 _NFC_SHRINKS = 9
 """A text has at most 9 times the bytes of its NFC: its NFD has at most 3 times those of the NFC (Unicode's FAQ on
@@ -274,6 +277,11 @@ class Tokenizer:
 
         if self.chat_settings.template:
             return {_DEFAULT: self.chat_settings.template}
+        if not self._own_templates:
+            log.warning(
+                'the model has no chat template: messages become lines of "role: content", which few models were '
+                "trained on; give a template as --chat-template FILE"
+            )
         return self._own_templates or {_DEFAULT: DEFAULT_TEMPLATE}
 
     @cached_property

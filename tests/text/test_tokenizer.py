@@ -251,6 +251,15 @@ def test_chat_template_renders_as_transformers(tmp_path: Path, template: str, ad
     assert Tokenizer(directory).apply_chat_template(MESSAGES, add_generation_prompt) == expected
 
 
+def test_a_model_without_a_template_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = Tokenizer(save(tmp_path, byte_level()))
+    for _ in range(2):
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}]) == "user: x\nassistant:"
+    assert caplog.text.count("has no chat template") == 1
+    with pytest.raises(RequestError, match="messages is a text; give a list"):
+        tokenizer.apply_chat_template("x")  # type: ignore[arg-type]
+
+
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 ]
