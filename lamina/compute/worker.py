@@ -425,7 +425,7 @@ class ComputeWorker(WorkerLoop):
         check_placements(plan, self._shards)
         if self._lender is not None and self._memory is not None and not self._replica.begins(plan):
             self._lender.add_steps(self._memory.store.apply(plan))
-            self._sequences.forget(plan.released)
+            self._sequences.apply_part(plan)
             return
         share = None if self._memory is None else self._memory.apply_plan(plan)
         self._sequences.apply_plan(plan)
