@@ -192,7 +192,10 @@ def _chat_settings(config: EngineConfig) -> ChatSettings:
         try:
             template = Path(config.chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"chat_template {config.chat_template} cannot be read: {error}") from error
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ConfigError(
+                f"cannot read chat_template '{config.chat_template}': {why}; give a file with a Jinja template"
+            ) from None
     return ChatSettings(template, config.tool_call_parser, config.reasoning_parser)
 
 

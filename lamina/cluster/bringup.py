@@ -227,7 +227,9 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
     pipeline, rows = plan.pipeline, plan.compute_setup.rows
     may_move = any(one.rotates for one in (pipeline.first_arrangement, *pipeline.choices))
     context_nbytes = loaded.context_nbytes if may_move or pipeline.stages > 1 else 0
-    sizes = messages(loaded.attentions, loaded.dtype, rows, context_nbytes, pipeline.ranks, _links(plan))
+    sizes = messages(
+        loaded.attentions, loaded.dtype, rows, context_nbytes, pipeline.ranks, _links(plan), pipeline.lends
+    )
     fabric = Fabric(workers, plan, loaded, setup, sizes)
     for name, hello in plan.greetings.items():
         fabric.on_hello(name, hello)

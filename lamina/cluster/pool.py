@@ -254,14 +254,21 @@ def assign_pools(pools: Mapping[Role, tuple[PoolEntry, ...]], devices: Devices) 
 
 
 def assign(
-    role: Role, pool: tuple[PoolEntry, ...], devices: Devices, taken: Collection[str] = ()
+    role: Role, pool: tuple[PoolEntry, ...], devices: Devices, taken: Collection[str] = (), remedy: str = ""
 ) -> tuple[Assigned, ...]:
     """Return a device of this machine for each worker of a pool, a GPU for one worker only. ``local`` has no worker.
 
-    ``taken``: devices of the other pool, used only if no other is left. Raises ConfigError that names this machine's
-    devices and a pool that works.
+    Args:
+        role: Role of the pool.
+        pool: The kinds of its workers.
+        devices: Devices of this machine.
+        taken: Devices of the other pool, used only if no other is left.
+        remedy: What the error says to do; by default, to give a pool that works.
+
+    Raises:
+        ConfigError: The machine lacks a device. The error names its devices.
     """
-    remedy = f"Use --{role} cpu:{2 if role == 'memory' else 1}"
+    remedy = remedy or f"Use --{role} cpu:{2 if role == 'memory' else 1}"
     assigned: dict[int, list[Assigned]] = {}
     prefix = EMULATED if devices.emulated else CUDA
     named = [(f"{prefix}:{index}", name) for index, name in enumerate(devices.gpus)]

@@ -43,7 +43,7 @@ from lamina.schedule.policy import find_policy
 from lamina.schedule.roles import Targets
 from lamina.schedule.turn import Turn
 from lamina.text.grammars import require_grammar
-from lamina.text.prompts import check_tokens, prompt_tokens
+from lamina.text.prompts import check_token_params, check_tokens, prompt_tokens
 from lamina.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ class Engine:
     def _validate(self, tokens: list[int], params: SamplingParams) -> None:
         self._scheduler.validate_request(len(tokens), params)
         check_tokens(tokens, self.vocab_size, self.tokenizer)
-        check_tokens(params.forced_token_ids, self.vocab_size, self.tokenizer)
+        check_token_params(params, self.vocab_size, self.tokenizer)
         check_beams(params, self.vocab_size, self.tokenizer.eos_token_ids)
 
     def _queue(self, request: Request, on_tokens: OnTokens, drawn: Drawn | None = None, again: bool = False) -> None:

@@ -159,7 +159,7 @@ class Simulation:
                 dict.fromkeys(self._places, capacity),
                 deployment.kv_tokens_per_worker,
                 local=self._places if deployment.local else (),
-                beyond=functools.cache(self._beyond) if deployment.local else nowhere,
+                others=functools.cache(self._others) if deployment.local else nowhere,
             ),
             self._pipeline,
             attentions=shape.layers,
@@ -171,7 +171,7 @@ class Simulation:
             balance=deployment.balance,
         )
 
-    def _beyond(self, lane: int) -> frozenset[str]:
+    def _others(self, lane: int) -> frozenset[str]:
         """Return the replicas whose local memory a lane's rows cannot attend to: all but the lane's own."""
         return frozenset(self._places) - {self._places[self._pipeline.replica(lane, 0)]}
 

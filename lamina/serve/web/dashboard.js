@@ -180,7 +180,7 @@ function showLanes(lanes) {
 async function ask(path) {
   const key = sessionStorage.getItem("key");
   const response = await fetch(path, { headers: key ? { Authorization: `Bearer ${key}` } : {}, signal: AbortSignal.timeout(5000) });
-  if (response.status === 401) throw new Error("This server needs an API key: set it on the chat page.");
+  if (response.status === 401) throw new Error("This server needs its LAMINA_METRICS_KEY: enter it as the API key on the chat page.");
   if (!response.ok) throw new Error(`The server answered ${response.status}.`);
   return response.json();
 }
