@@ -13,6 +13,7 @@ from lamina.cluster.pool import CPU, LOCAL
 from lamina.cluster.refusals import refusals
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
+from lamina.core.topology import Pool
 from lamina.core.types import Partition, SamplingParams
 from tests.simulation.model import LAYERS, POISON
 from tests.simulation.moments import MOMENTS
@@ -206,6 +207,25 @@ class Load:
         )
 
 
+CHANGES: Sequence[Mapping[Pool, int]] = [
+    {"prefill": 1, "compute": -1},
+    {"prefill": -1, "compute": 1},
+    {"prefill": 1},
+    {"prefill": -1},
+    {"compute": 1},
+    {"memory": 1},
+    {"memory": 1},
+    {"compute": 1, "memory": 1},
+    {"compute": 1, "memory": -1},
+    {"compute": -1, "memory": 1},
+    {"compute": -1},
+    {"memory": -1},
+    {"memory": -1},
+    {"compute": -1, "memory": -1},
+]
+"""Changes of the sizes of pools: of ``compute`` and ``prefill`` in replicas."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """Something that goes wrong.
@@ -214,6 +234,7 @@ class Fault:
         at: When it happens, or when it begins to wait for its moment.
         seconds: How long it lasts.
         choice: Selects the victim.
+        changes: Of the sizes of pools.
         moment: Names of ``moments.MOMENTS`` that must all be true when it happens.
     """
 
@@ -222,6 +243,7 @@ class Fault:
     kind: str
     seconds: float
     choice: float
+    changes: Mapping[Pool, int]
     moment: Sequence[str] = ()
 
 
@@ -251,6 +273,7 @@ def faults(seed: int, seconds: float) -> list[Fault]:
     weights = {kind: weight for kind, weight in KINDS.items() if chance.random() >= LEFT_OUT}
     pause_s, series = chance.choice([0.3, 0.7, 0.7, 2.0, 5.0]), chance.choice([0.0, 0.3, 0.6])
     lengths = _some(chance, [0.02, 0.2, 1.0, 3.0, 8.0, 20.0])
+    changes = _some(chance, CHANGES)
     timed, moments = chance.choice([0.0, 0.5, 1.0]), _some(chance, [*MOMENTS])
     found, at = list[Fault](), 0.0
     while weights and at < seconds:
@@ -258,7 +281,7 @@ def faults(seed: int, seconds: float) -> list[Fault]:
         kind = chance.choices([*weights], [*weights.values()])[0]
         lasts, choice = chance.choice(lengths), chance.random()
         moment = [chance.choice(moments) for _ in range(chance.randint(1, 2))] if chance.random() >= timed else []
-        found.append(Fault(len(found), at, kind, lasts, choice, moment))
+        found.append(Fault(len(found), at, kind, lasts, choice, chance.choice(changes), moment))
     return found
 
 
