@@ -109,7 +109,7 @@ def forbid(scores: Tensor, rows: Sequence[int], constraints: Sequence[Constraint
 
 def in_parts(rows: Tensor) -> Sequence[Tensor]:
     """Return ``rows`` [R, N] in parts of ``SERIAL`` elements, or of one row; on a GPU, as one part."""
-    return rows.split(max(1, SERIAL // rows.shape[1])) if rows.device.type == "cpu" else [rows]
+    return torch.split(rows, max(1, SERIAL // rows.shape[1])) if rows.device.type == "cpu" else [rows]
 
 
 @functools.cache
