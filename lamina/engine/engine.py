@@ -43,7 +43,7 @@ from lamina.schedule.limits import MAX_WAITING, Limits, Places
 from lamina.schedule.policy import find_policy
 from lamina.schedule.turn import Turn
 from lamina.text.grammars import require_grammar
-from lamina.text.prompts import check_tokens, prompt_tokens
+from lamina.text.prompts import check_token_params, check_tokens, prompt_tokens
 from lamina.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ class Engine:
     def _validate(self, tokens: list[int], params: SamplingParams) -> None:
         self._scheduler.validate_request(len(tokens), params)
         check_tokens(tokens, self.vocab_size, self.tokenizer)
-        check_tokens(params.forced_token_ids, self.vocab_size, self.tokenizer)
+        check_token_params(params, self.vocab_size, self.tokenizer)
         check_beams(params, self.vocab_size, self.tokenizer.eos_token_ids)
 
     def _queue(self, request: Request, on_tokens: OnTokens, drawn: Drawn | None = None, again: bool = False) -> None:
@@ -245,7 +245,8 @@ class Engine:
         self._control.wake()
 
     def scale(self, *, compute: int | str = 0, memory: int | str = 0, prefill: int | str = 0) -> "Future[list[str]]":
-        """Add workers to the pools while requests run, or remove some: 2, -1, or "rtx3090:+2".
+        """Add workers to the pools while requests run, or remove some: 2, -1, or "rtx3090:+2". A text without a sign is
+        the size that a pool is to have: "3".
 
         Before a memory worker leaves, its KV moves to others. If one of ``prefill`` and ``compute`` grows and the
         other one shrinks, replicas change their role instead and keep their weights. The future has the workers' names
@@ -363,7 +364,8 @@ class Engine:
             self._end()
 
     def _step(self) -> None:
-        messages = list(self._control.receive(POLL_S))  # messages and commands end this wait early
+        wait_s = min(POLL_S, max(0.0, self._turn.next_plan_at - time.monotonic()))
+        messages = list(self._control.receive(wait_s))  # messages and commands end this wait early
         begun = self._timeline.now()
         for worker, message in messages:
             self._take(worker, message)

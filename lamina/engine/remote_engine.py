@@ -58,7 +58,7 @@ from lamina.engine.streams import Submission
 from lamina.engine.updates import Reading, TokenUpdate, as_run
 from lamina.models.directory import Defaults
 from lamina.text.grammars import require_grammar
-from lamina.text.prompts import check_tokens, prompt_tokens
+from lamina.text.prompts import check_token_params, check_tokens, prompt_tokens
 from lamina.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class RemoteEngine:
             text = one.prompt if isinstance(one.prompt, str) else None
             tokens = prompt_tokens(self.tokenizer, one.prompt, one.params, self.max_model_len)
             check_tokens(tokens, self.vocab_size, self.tokenizer)
-            check_tokens(one.params.forced_token_ids, self.vocab_size, self.tokenizer)
+            check_token_params(one.params, self.vocab_size, self.tokenizer)
             seeds.append(self._seeds.getrandbits(62) if one.params.seed is None else one.params.seed)
             request = Request(one.request_id, text, tokens, one.params, seeds[-1], client)
             reading = Reading(request, self.tokenizer, one.on_update, self._finish)

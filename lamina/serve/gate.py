@@ -43,7 +43,9 @@ def api_keys(config: ServerConfig) -> list[str]:
             lines = Path(config.api_key_file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise ConfigError(f"cannot read api_key_file '{config.api_key_file}': {why}") from None
+            raise ConfigError(
+                f"cannot read api_key_file '{config.api_key_file}': {why}; give a file with a key on each line"
+            ) from None
         keys += [line for line in lines if not line.startswith("#")]
     found = list(dict.fromkeys(stripped for key in keys if (stripped := key.strip())))
     if not found and (config.api_key is not None or config.api_key_file is not None):

@@ -3,9 +3,9 @@
 import contextlib
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -20,6 +20,11 @@ DEFAULT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
 """Used when a model has no template: one ``role: content`` line per message, then ``assistant:``."""
+
+Parts = Literal["joined", "single", "given"]
+"""Form of a content of several text parts: their text; a list with one part that has their text; the list as given."""
+
+_PROBE = "lamina-probe"
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -60,9 +65,10 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt for ``messages``, OpenAI style: role, and content as a string or a list of text parts.
 
-        Templates get what transformers gives them, with the arguments of tool calls as objects. If a template fails on
-        that, it is rendered again with an empty string for missing content, and then with arguments as JSON text, which
-        some templates concatenate.
+        Templates get what transformers gives them, with the arguments of tool calls as objects. A template that does
+        not read lists of parts gets the texts of the parts, joined by line breaks. If a template fails, it is rendered
+        again with an empty string for missing content, and then with arguments as JSON text, which some templates
+        concatenate.
 
         Args:
             tools: the functions that the model may call, OpenAI style.
@@ -74,13 +80,16 @@ class ChatTemplate:
         """
         if tools and not self._uses_tools:
             raise RequestError("the model's chat template has no place for tools; describe them in a message instead")
+        if isinstance(messages, str):
+            raise RequestError('messages is a text; give a list such as [{"role": "user", "content": "..."}]')
         for index, message in enumerate(messages):
             check_message(index, message)
         if not messages:
             raise RequestError("messages is empty; give at least one message")
         render = functools.partial(self._render, messages, tools, add_generation_prompt, variables or {})
         try:
-            return _cut_after(render(), messages[-1]) if continue_final_message else render()
+            prompt = _render_parts(render, messages)
+            return _cut_after(prompt, messages[-1]) if continue_final_message else prompt
         except RequestError:
             raise
         except Exception as error:  # a template is a program from the model's author: it may raise anything
@@ -98,20 +107,61 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         fill_content: bool = False,
         arguments_as_text: bool = False,
+        parts: Parts = "joined",
     ) -> str:
         given = {"documents": None, **variables, **self._special_tokens}
+        plain = [_plain_message(message, fill_content, arguments_as_text) for message in messages]
+        for message in plain:
+            if "content" in message:
+                message["content"] = self._content(message["content"], parts)
         return self._template.render(
             given,
-            messages=[_plain_message(message, fill_content, arguments_as_text) for message in messages],
+            messages=plain,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
         )
+
+    def _content(self, content: str | list[Any], parts: Parts) -> str | list[Any]:
+        if self._reads_parts_alone and isinstance(content, str):
+            return _single(content)
+        if isinstance(content, str) or parts == "given" or self._reads_parts_alone:
+            return content
+        text = joined_text(content)
+        return text if parts == "joined" else _single(text)
+
+    @functools.cached_property
+    def _reads_parts_alone(self) -> bool:
+        """Whether the template leaves out contents that are texts, and shows those that are lists of parts."""
+
+        def shows(content: str | list[Any]) -> bool:
+            message = {"role": "user", "content": content}
+            with contextlib.suppress(Exception):  # such as a refusal of conversations without a system message
+                return _PROBE in self._template.render(self._special_tokens, messages=[message], tools=None)
+            return False
+
+        return not shows(_PROBE) and shows(_single(_PROBE))
+
+
+def _single(text: str) -> list[Any]:
+    return [{"type": "text", "text": text}]
+
+
+def _render_parts(render: Callable[..., str], messages: Sequence[Mapping[str, Any]]) -> str:
+    """Render with lists of parts as given if the template reads lists: it renders one part like that part's text."""
+    joined = render()
+    if any(isinstance(content := message.get("content"), list) and len(content) > 1 for message in messages):
+        with contextlib.suppress(Exception):  # a template that takes only texts fails in its own way
+            if render(parts="single") == joined:
+                return render(parts="given")
+    return joined
 
 
 def _cut_after(prompt: str, message: Mapping[str, Any]) -> str:
     """Return the prompt up to the end of the content of its last message."""
     content = message.get("content")
-    text = joined_text(content) if isinstance(content, list) else content or ""
+    if isinstance(content, list):
+        content = next((part["text"] for part in reversed(content) if part["text"]), "")
+    text = content or ""
     for form in (text, text.strip()):  # many templates strip what they repeat
         if form and (place := prompt.rfind(form)) >= 0:
             return prompt[: place + len(form)]
@@ -165,10 +215,7 @@ def _plain_message(message: Mapping[str, Any], fill_content: bool, arguments_as_
     plain = {key: value for key, value in message.items() if value is not None}
     if calls := plain.pop("tool_calls", None):
         plain["tool_calls"] = [_plain_call(call, arguments_as_text) for call in calls]
-    content = plain.get("content")
-    if isinstance(content, list):
-        plain["content"] = joined_text(content)
-    elif content is None and (fill_content or not (calls or "function_call" in plain)):
+    if "content" not in plain and (fill_content or not (calls or "function_call" in plain)):
         plain["content"] = ""
     reasoning = next((plain[key] for key in REASONING if key in plain), None)
     if reasoning is not None:

@@ -24,8 +24,8 @@ from lamina.engine.updates import RequestUpdate, TokenUpdate, Whole
 from lamina.models.directory import find
 from lamina.text.tokenizer import Tokenizer
 from tests.support.recording_engine import STATS, RecordingEngine
+from tests.support.waiting import END_S
 
-END_S = 20.0
 TOKENIZER = Tokenizer(find(None))
 CLIENT = Client("key", "127.0.0.1:5")
 

@@ -16,8 +16,8 @@ from lamina.engine.stats import EngineStats, MemoryStats
 from lamina.engine.updates import OnTokens, TokenUpdate
 from lamina.models.directory import find
 from lamina.text.tokenizer import Tokenizer
+from tests.support.waiting import END_S
 
-END_S = 20.0
 STATS = EngineStats(
     1, 2, 3, 4, 5, 6, {"memory0": MemoryStats(1, 2, 3)}, None, {}, {}, [(Choice(Transport.SHM, "a"), 1)]
 )

@@ -149,7 +149,7 @@ class Simulation:
                 dict.fromkeys(self._places, capacity),
                 deployment.kv_tokens_per_worker,
                 local=self._places if deployment.local else (),
-                beyond=functools.cache(self._beyond) if deployment.local else nowhere,
+                others=functools.cache(self._others) if deployment.local else nowhere,
             ),
             self._pipeline,
             attentions=shape.layers,
@@ -161,7 +161,7 @@ class Simulation:
             balance=deployment.balance,
         )
 
-    def _beyond(self, lane: int) -> frozenset[str]:
+    def _others(self, lane: int) -> frozenset[str]:
         """Return the replicas whose local memory a lane's rows cannot attend to: all but the lane's own."""
         return frozenset(self._places) - {self._places[self._pipeline.replica(lane, 0)]}
 
@@ -202,7 +202,8 @@ class Simulation:
             arrival = self._arrival_s[self._next]
         if self._next_fault < len(self._faults):
             fault = self._faults[self._next_fault].at_s
-        return min(arrival, fault, self._migrations[0][0] if self._migrations else math.inf)
+        moved = self._migrations[0][0] if self._migrations else math.inf
+        return min(arrival, fault, moved, self._turn.next_plan_at)
 
     # -- what happens -------------------------------------------------------------------------------------------
 

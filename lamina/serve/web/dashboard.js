@@ -258,7 +258,7 @@ async function watch() {
   let timer = setTimeout(() => silence.abort(), SILENT_MS);
   try {
     const response = await fetch("dashboard/events", { headers: key ? { Authorization: `Bearer ${key}` } : {}, signal: silence.signal });
-    if (response.status === 401) throw new Error("This server needs an API key: set it on the chat page.");
+    if (response.status === 401) throw new Error("This server needs its LAMINA_METRICS_KEY: enter it as the API key on the chat page.");
     if (!response.ok) throw new Error(`The server answered ${response.status}.`);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     for (let text = ""; ;) {
