@@ -30,7 +30,7 @@ from lamina.engine.lives import Life, Lives
 from lamina.engine.losses import POLL_S
 from lamina.engine.members import Members, Save
 from lamina.engine.pools import Resize
-from lamina.engine.scaling import Scaling, Targets
+from lamina.engine.scaling import Scaling
 from lamina.engine.stats import EngineStats, PlacementView
 from lamina.engine.streams import Submission
 from lamina.engine.tracking import TrackedRequest
@@ -41,6 +41,7 @@ from lamina.models.directory import ModelDirectory, sampling_defaults
 from lamina.schedule.beam_search import check_beams
 from lamina.schedule.limits import MAX_WAITING, Limits, Places
 from lamina.schedule.policy import find_policy
+from lamina.schedule.roles import Targets
 from lamina.schedule.turn import Turn
 from lamina.text.grammars import require_grammar
 from lamina.text.prompts import check_token_params, check_tokens, prompt_tokens

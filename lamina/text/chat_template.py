@@ -124,8 +124,10 @@ class ChatTemplate:
     def _content(self, content: str | list[Any], parts: Parts) -> str | list[Any]:
         if self._reads_parts_alone and isinstance(content, str):
             return _single(content)
-        if isinstance(content, str) or parts == "given" or self._reads_parts_alone:
+        if isinstance(content, str):
             return content
+        if parts == "given" or self._reads_parts_alone:
+            return [part if part["type"] == "text" else _single(_text_of(part))[0] for part in content]
         text = joined_text(content)
         return text if parts == "joined" else _single(text)
 
@@ -160,7 +162,7 @@ def _cut_after(prompt: str, message: Mapping[str, Any]) -> str:
     """Return the prompt up to the end of the content of its last message."""
     content = message.get("content")
     if isinstance(content, list):
-        content = next((part["text"] for part in reversed(content) if part["text"]), "")
+        content = next((text for part in reversed(content) if (text := _text_of(part))), "")
     text = content or ""
     for form in (text, text.strip()):  # many templates strip what they repeat
         if form and (place := prompt.rfind(form)) >= 0:
@@ -242,10 +244,15 @@ def joined_text(parts: Sequence[Any]) -> str:
     return "\n".join(map(_text_of, parts))
 
 
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""By type of a part with text: the key of its text."""
+
+
 def _text_of(part: Any) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get(_TEXTS[kind]) if isinstance(kind, str) and isinstance(part, Mapping) and kind in _TEXTS else None
+    if isinstance(text, str):
+        return text
     raise RequestError(f"a content part of type {kind!r} is not supported; give text parts")
 
 

@@ -440,6 +440,23 @@ def test_templates_that_read_parts_get_them_as_transformers_gives_them(tmp_path:
         assert tokenizer.apply_chat_template(mixed, False) == shown + expected
 
 
+@pytest.mark.parametrize("template", [CHATML, "{% for message in messages %}[" + PARTS["glm"] + "]{% endfor %}"])
+def test_refusals_and_texts_of_the_responses_api_are_texts(tmp_path: Path, template: str) -> None:
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
+    plain, other = (
+        tokenizer.apply_chat_template([{"role": "assistant", "content": content}])
+        for content in (
+            [{"type": "text", "text": text} for text in "abc"],
+            [
+                {"type": "input_text", "text": "a"},
+                {"type": "output_text", "text": "b"},
+                {"type": "refusal", "refusal": "c"},
+            ],
+        )
+    )
+    assert plain == other
+
+
 def test_the_last_message_with_parts_is_continued(tmp_path: Path) -> None:
     template = "{% for message in messages %}[" + PARTS["glm"] + "]{% endfor %}"
     tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
