@@ -75,7 +75,7 @@ def run_slow_memory() -> None:
         piece = step.pieces[number]
         time.sleep(max(0.0, begun + (piece.stop - piece.start) * row_s - time.monotonic()))
 
-    KvStore.serve = slow  # type: ignore[method-assign]
+    KvStore.serve = slow  # type: ignore[method-assign, assignment]
     worker.main()
 
 
