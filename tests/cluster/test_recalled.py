@@ -10,6 +10,7 @@ from lamina.core.errors import TransportError
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Segment
+from lamina.schedule.limits import Limits
 
 MEMBERS = [Member(f"compute{number}", "compute", "cpu", "") for number in range(2)]
 MEMBERS += [Member(f"memory{number}", "memory", "cpu", "", 100) for number in range(2)]
@@ -65,8 +66,8 @@ def test_of_several_reports_the_longest_counts_and_of_lost_workers_none() -> Non
 
 def test_nothing_is_taken_over_once_a_role_has_no_worker_left() -> None:
     fabric = Mock(links={}, offers={}, greetings=dict.fromkeys(TOPOLOGY.names))
-    saved = Saved.from_topology(fabric, TOPOLOGY.without(["compute0"]), TOPOLOGY.sizes, 100)
+    saved = Saved.from_topology(fabric, TOPOLOGY.without(["compute0"]), TOPOLOGY.sizes, Limits(4, 64, 100))
     assert saved.kinds() == {"compute": {"compute1": "cpu"}, "memory": {"memory0": "cpu", "memory1": "cpu"}}
-    saved = Saved.from_topology(fabric, TOPOLOGY.without(["compute0", "compute1"]), TOPOLOGY.sizes, 100)
+    saved = Saved.from_topology(fabric, TOPOLOGY.without(["compute0", "compute1"]), TOPOLOGY.sizes, Limits(4, 64, 100))
     with pytest.raises(TransportError, match="no compute worker was left"):
         saved.kinds()

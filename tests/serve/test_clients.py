@@ -18,12 +18,12 @@ from lamina.launch import launch
 from lamina.models.directory import BUNDLED
 from tests.support.http_server import openai_client
 from tests.support.scripted_engine import Running, script, script_template
+from tests.support.waiting import END_S
 
 CALL = '<tool_call>{"name": "look", "arguments": {"city": "Rome"}}</tool_call>'
 TOOLED = (
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
 )
-RUN_S = 60.0
 
 
 class City(pydantic.BaseModel):
@@ -116,7 +116,7 @@ def test_openai_of_npm(server: Running, monkeypatch: pytest.MonkeyPatch, tmp_pat
     (tmp_path / "node_modules").symlink_to(modules.resolve())
     (tmp_path / "chat.mjs").write_text(SCRIPT)
     command = ["node", str(tmp_path / "chat.mjs"), f"{server.url}/v1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=END_S, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == ["Yes.", "Yes."]
 

@@ -79,7 +79,7 @@ def test_a_span_has_the_parameters_and_the_tokens_of_its_request(traced: Traced)
         "url.path": COMPLETION,
         "url.scheme": "http",
     }
-    assert span.status.status_code is StatusCode.UNSET and span.end_time > span.start_time  # type: ignore[operator]
+    assert span.status.status_code is StatusCode.UNSET and span.end_time > span.start_time
 
 
 def test_traceparent_makes_the_span_a_child(traced: Traced) -> None:
@@ -155,7 +155,7 @@ def test_without_the_packages_a_warning_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setattr(tracing.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with caplog.at_level(logging.WARNING):
         assert tracing.provider_from_environment() is None
     assert "pip install 'lamina[otel]'" in caplog.text

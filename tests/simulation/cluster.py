@@ -221,13 +221,13 @@ class Simulation:
         self.world.block(RESTART_S * (1 + self.world.random.random()))
         saved = msgspec.msgpack.decode(self.saved, type=Saved)
         plan = self._plan(saved.kinds(), saved.greetings)
-        plan = replace(plan, compute_setup=saved.compute_setup)
+        plan = replace(plan, limits=saved.limits, compute_setup=saved.compute_setup)
         server = SimulatedServer(self.network, self.processes, sorted(saved.topology.names))
         self.processes.server = server
         for name in self.processes.living:
             self.world.call_later(self.world.random.random(), partial(self._reconnect, server, name))
         cluster = take_over(server, self.processes, plan, saved)  # type: ignore[arg-type]
-        self._begin(server, cluster, replace(plan.limits, max_model_len=saved.max_model_len))
+        self._begin(server, cluster, saved.limits)
 
     def _reconnect(self, server: SimulatedServer, name: str) -> None:
         if name in self.processes.living:
@@ -242,9 +242,7 @@ class Simulation:
 
         def save(topology: Topology, wanted: Mapping[Pool, int]) -> None:
             assert cluster.fabric is not None
-            self.saved = msgspec.msgpack.encode(
-                Saved.from_topology(cluster.fabric, topology, wanted, limits.max_model_len)
-            )
+            self.saved = msgspec.msgpack.encode(Saved.from_topology(cluster.fabric, topology, wanted, limits))
 
         engine = Engine(
             self.layout.config,

@@ -114,7 +114,7 @@ class Processes(Launcher):
     def default_kind(self, pool: Pool) -> str:
         return "cpu"
 
-    def waiting(self, role: Role) -> int:
+    def waiting(self, pool: Pool) -> int:
         return 0
 
     def validate_pool(self, role: Role, kind: str, count: int) -> None:
