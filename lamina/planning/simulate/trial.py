@@ -136,7 +136,7 @@ class Course:
     def requests(self, capacity: Capacity) -> int:
         """Return the number of requests of a run."""
         if self.replays:
-            return min(len(self._trace), max(MOST_REPLAYED, self._turnovers * capacity.batch))
+            return min(len(self._trace), max(MOST_REPLAYED, self._turnovers * capacity.batch // 2))
         needed = max(FEWEST, self._turnovers * capacity.batch)
         affordable = RUN_STEPS / self._steps_of_request(capacity)
         return int(min(MOST, needed, max(affordable, LEAST_TURNOVERS * capacity.batch)))
