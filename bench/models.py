@@ -72,15 +72,20 @@ def _write_description(name: str, path: Path) -> None:
         (path / file).write_bytes((bundled / file).read_bytes())
 
 
-def weight_bytes(name: str) -> int:
-    """Bytes of weights that one decode step reads: all layers and the output layer, one row of the embedding."""
+def weight_bytes(name: str, bits: int = 16) -> float:
+    """Return the bytes of weights that a decode step reads: all layers and the output layer, one row of the embedding.
+
+    bits: of a weight of a layer, as Lamina quantises it; the output layer is in bfloat16. int4 has a scale and a zero
+        point in float32 for every 128 inputs.
+    """
     shape = MODELS[name]
     hidden, heads, groups, dim = (
         shape[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )
     layer = hidden * dim * (2 * heads + 2 * groups) + 3 * hidden * shape["intermediate_size"]
     vocabulary: int = shape.get("vocab_size", COMMON["vocab_size"])
-    return 2 * (shape["num_hidden_layers"] * layer + vocabulary * hidden)
+    stored = bits + (2 * 32 / 128 if bits == 4 else 0)
+    return shape["num_hidden_layers"] * layer * stored / 8 + 2 * vocabulary * hidden
 
 
 def kv_bytes_per_token(name: str) -> int:

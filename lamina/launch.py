@@ -31,6 +31,7 @@ from lamina.engine.engine import Engine
 from lamina.models import directory
 from lamina.models.directory import ModelDirectory, checkpoint_digest, sampling_defaults
 from lamina.observe.step_trace import write_trace
+from lamina.schedule.limits import Limits
 from lamina.schedule.policy import find_policy
 from lamina.text.tokenizer import Tokenizer
 from lamina.transport.listener import LOOPBACK
@@ -131,7 +132,7 @@ def launch(
         launcher, plan, cluster = _start(
             config, model, tokenizer, pools, local, where, control, own, on_progress or (lambda *_: None), trace
         )
-    save = partial(_save, home, cluster, plan.limits.max_model_len)
+    save = partial(_save, home, cluster, plan.limits)
     return Engine(config, model, tokenizer, plan.limits, control, launcher, cluster, receivers, save)
 
 
@@ -179,11 +180,9 @@ def _limited(plan: ClusterPlan, max_model_len: int) -> ClusterPlan:
     return dataclasses.replace(plan, limits=dataclasses.replace(plan.limits, max_model_len=max_model_len))
 
 
-def _save(
-    home: Home | None, cluster: Cluster, max_model_len: int, topology: Topology, wanted: Mapping[Pool, int]
-) -> None:
+def _save(home: Home | None, cluster: Cluster, limits: Limits, topology: Topology, wanted: Mapping[Pool, int]) -> None:
     if home is not None and cluster.fabric is not None:
-        home.save(msgspec.msgpack.encode(Saved.from_topology(cluster.fabric, topology, wanted, max_model_len)))
+        home.save(msgspec.msgpack.encode(Saved.from_topology(cluster.fabric, topology, wanted, limits)))
 
 
 def _chat_settings(config: EngineConfig) -> ChatSettings:
@@ -193,7 +192,10 @@ def _chat_settings(config: EngineConfig) -> ChatSettings:
         try:
             template = Path(config.chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"chat_template {config.chat_template} cannot be read: {error}") from error
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ConfigError(
+                f"cannot read chat_template '{config.chat_template}': {why}; give a file with a Jinja template"
+            ) from None
     return ChatSettings(template, config.tool_call_parser, config.reasoning_parser)
 
 
@@ -215,7 +217,7 @@ def _take_over(
     config = sizing.fit_lanes(config, len(kinds["compute"]))
     plan = sizing.cluster_plan(config, model, eos, kinds, saved.greetings, is_open=False, trace=trace)
     # As at the start, however many workers are left: joining workers have to fit them.
-    plan = dataclasses.replace(_limited(plan, saved.max_model_len), compute_setup=saved.compute_setup)
+    plan = dataclasses.replace(plan, limits=saved.limits, compute_setup=saved.compute_setup)
     names = [member.name for member in members]
     control = ControlServer(names, home.supervisor_pid, secret=Secret(home.secret), listener=home.listener)
     try:
@@ -355,9 +357,10 @@ def _workers(config: EngineConfig, pools: Pools, control: ControlServer) -> list
     cores = {role: _cores(config, role, each) for role, each in pools.items()}
     used = [frozenset[int]().union(*each.values()) for each in cores.values()]
     shared = bool(frozenset.intersection(*used))
+    prompts_only = set(list(pools["compute"])[: pool.size(config.prefill)])
     workers = [
         Start(
-            role,
+            "prefill" if name in prompts_only else role,
             one.kind,
             msgspec.structs.replace(control.bootstraps[name], device=one.device),
             cores[role].get(name, frozenset()),

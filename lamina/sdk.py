@@ -238,8 +238,9 @@ class Lamina:
     def scale(self, *, compute: int | str = 0, memory: int | str = 0, prefill: int | str = 0) -> list[str]:
         """Add workers to the pools while requests run, or remove some if a number is negative.
 
-        A text names the kind: "rtx3090:+2". Without a kind, workers of the pool's first kind join on a Ray cluster, and
-        workers on CPUs elsewhere; workers of any kind leave. A memory worker's KV moves to others before it leaves.
+        A text may name the kind: "rtx3090:+2"; without a sign, it is the size of the pool: "3". Without a kind, workers
+        of the pool's first kind join on a Ray cluster, and workers on CPUs elsewhere; workers of any kind leave. A
+        memory worker's KV moves to others before it leaves.
         Workers of ``prefill`` only run prompts; with prefill=1 and compute=-1, one that decodes does so from the next
         step on, without loading weights.
 

@@ -30,9 +30,10 @@ from lamina.core.errors import ConfigError
 from lamina.core.types import Client, CompletionOutput, DType, FinishReason, RequestOutput, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.launch import launch
-from tests.support.commands import END_S, start
+from tests.support.commands import start
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, greedy, served
+from tests.support.waiting import END_S
 from tests.support.whole_outputs import whole
 
 SLOTS = 300  # of a memory worker: three or four of the longest requests

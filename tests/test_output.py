@@ -13,9 +13,9 @@ import pytest
 
 from lamina import output
 from lamina.output import Unblocked
+from tests.support.waiting import END_S
 
 LINE = b"x" * 99 + b"\n"
-END_S = 30.0
 
 
 @pytest.fixture

@@ -32,13 +32,13 @@ from lamina import (
 from lamina.models.directory import BUNDLED, find, sampling_defaults
 from lamina.serve.engine_process import describe
 from lamina.text.tokenizer import Tokenizer
+from tests.support.waiting import END_S
 from tests.support.whole_outputs import whole
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
 PROMPTS = ["def fibonacci(n):", "import os", "class Stack:\n    def push(self, item):", "for key, value in"]
 SMALL: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_cache_memory_bytes": 32 * 2**20}
-END_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -312,10 +312,19 @@ def test_bad_prompts_are_refused_with_the_figures(lamina: Lamina, prompts: objec
 def test_bad_arguments_are_refused(lamina: Lamina) -> None:
     with pytest.raises(RequestError, match="2 sampling_params for 3 prompts; give one for all or one per prompt"):
         lamina.generate(["a", "b", "c"], [GREEDY, GREEDY])
+    for given in ({"logit_bias": {2048: 1.0}}, {"allowed_token_ids": [1, 2048]}):
+        with pytest.raises(RequestError, match=f"{next(iter(given))}: token id 2048 is outside the vocabulary of 2048"):
+            lamina.generate("a", given)
     with pytest.raises(RequestError, match="stream takes one prompt"):
         next(lamina.stream(["a"], GREEDY))  # type: ignore[list-item]
     with pytest.raises(RequestError, match="messages is empty"):
         lamina.chat([[]], GREEDY)
+
+
+def test_a_seed_of_minus_one_is_random_as_in_vllm(lamina: Lamina) -> None:
+    assert SamplingParams(seed=-1).seed is None
+    asked = {"seed": -1, "max_tokens": 8, "temperature": 2.0}
+    assert len({tuple(lamina.generate("a", asked)[0].outputs[0].token_ids) for _ in range(3)}) == 3
 
 
 def test_bad_settings_are_refused_before_anything_starts(tmp_path: Path) -> None:

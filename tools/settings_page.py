@@ -16,9 +16,9 @@ HEAD = """\
 # Settings
 
 Settings of the engine are keyword arguments of [`Lamina`](api.md#lamina.Lamina), and options of every command that runs
-a model (`generate`, `chat`, `launch`, `bench`). As an option, `max_num_seqs` is `--max-num-seqs`; a setting of type
-`bool`, such as `tls`, is `--tls` or `--no-tls`. An optional number may be `auto`, its default. Settings of the server
-are options of `lamina launch`. `--config FILE.yaml` reads settings from a file; options override it:
+a model (`generate`, `chat`, `batch`, `launch`, `bench`). As an option, `max_num_seqs` is `--max-num-seqs`; a setting of
+type `bool`, such as `tls`, is `--tls` or `--no-tls`. An optional number may be `auto`, its default. Settings of the
+server are options of `lamina launch`. `--config FILE.yaml` reads settings from a file; options override it:
 
 ```yaml
 compute: cpu:1

@@ -14,7 +14,7 @@ from lamina._native import Arena as NativeArena
 from lamina.core.errors import DeadlineError, TransportError
 from lamina.transport.arena import MappedArena, OwnArena, allocate
 from lamina.transport.base import Endpoint, Peer, Target, deadline_error
-from lamina.transport.listener import PROTOCOL, Admit, Descriptor, Listener, check_secret
+from lamina.transport.listener import PROTOCOL, Admit, Listener, SocketDescriptor, check_secret
 
 SPIN_S = 20e-6  # about the cost of a wake-up, so that a wait costs at most twice the better of spinning and sleeping
 OWN_CORES_SPIN_S = 2e-3  # if workers share no core: after such a wait, a wake-up adds about 2%
@@ -154,7 +154,7 @@ class ListeningEndpoint(ArenaEndpoint[ListeningOwnT, PeerT]):
         own = self._registered()
         native, listens = own.arena.native, own.listener
         where = own.arena.identity, self._advertised or listens.host, listens.port, native.nbytes, native.doorbells
-        return msgspec.msgpack.encode(Descriptor(self.transport, PROTOCOL, self.name, *where))
+        return msgspec.msgpack.encode(SocketDescriptor(self.transport, PROTOCOL, self.name, *where))
 
     @property
     def refused(self) -> Counter[str]:

@@ -89,7 +89,7 @@ class ArenaDescriptor(msgspec.Struct, array_like=True, frozen=True):
     identity: int
 
 
-class Descriptor(ArenaDescriptor, array_like=True, frozen=True):
+class SocketDescriptor(ArenaDescriptor, array_like=True, frozen=True):
     """Where to connect to an arena."""
 
     host: str
@@ -205,7 +205,7 @@ def _tune(connection: socket.socket, silence_s: float) -> None:
 
 
 def connect(
-    name: str, where: Descriptor, secret: bytes, request: bytes, timeout_s: float, silence_s: float
+    name: str, where: SocketDescriptor, secret: bytes, request: bytes, timeout_s: float, silence_s: float
 ) -> tuple[socket.socket, bytes]:
     """Connect endpoint ``name`` to the endpoint at ``where``, retrying until the deadline.
 
@@ -232,7 +232,7 @@ def connect(
 
 
 def attempt(
-    where: Descriptor, secret: bytes, request: bytes, timeout_s: float, silence_s: float
+    where: SocketDescriptor, secret: bytes, request: bytes, timeout_s: float, silence_s: float
 ) -> tuple[socket.socket, bytes]:
     """Try once to connect. Returns the connection and the answer to the request.
 

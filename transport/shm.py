@@ -20,7 +20,7 @@ from lamina.transport.endpoint import SPIN_S, ArenaEndpoint, Own
 from lamina.transport.listener import PROTOCOL, ArenaDescriptor, decode
 
 
-class Descriptor(ArenaDescriptor, array_like=True, frozen=True):
+class ShmDescriptor(ArenaDescriptor, array_like=True, frozen=True):
     """Where to find an arena. ``start_time`` (clock ticks since boot) distinguishes processes with the same id."""
 
     pid: int
@@ -43,7 +43,7 @@ def host() -> str:
 class ShmPeer:
     """A mapped remote arena and a handle on its process."""
 
-    def __init__(self, descriptor: Descriptor, native: NativeArena, pidfd: int) -> None:
+    def __init__(self, descriptor: ShmDescriptor, native: NativeArena, pidfd: int) -> None:
         self.name = descriptor.name
         self.pid = descriptor.pid
         self.nbytes = native.nbytes
@@ -67,11 +67,11 @@ class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
     def descriptor(self) -> bytes:
         arena, pid = self._registered().arena, os.getpid()
         where = arena.identity, pid, _start_time(pid), arena.fd
-        return msgspec.msgpack.encode(Descriptor("shm", PROTOCOL, self.name, *where))
+        return msgspec.msgpack.encode(ShmDescriptor("shm", PROTOCOL, self.name, *where))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> ShmPeer:
         own = self._registered()
-        peer = _open(decode(descriptor, "shm", Descriptor))
+        peer = _open(decode(descriptor, "shm", ShmDescriptor))
         self._peers[id(peer)] = peer
         own.waiter.watch(peer.native, peer.pidfd)
         return peer
@@ -135,7 +135,7 @@ class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
             os.close(peer.pidfd)
 
 
-def _open(where: Descriptor) -> ShmPeer:
+def _open(where: ShmDescriptor) -> ShmPeer:
     """Map the arena of another process, after checking that the process id has not been reused."""
     try:
         pidfd = os.pidfd_open(where.pid)
@@ -162,7 +162,7 @@ def _open(where: Descriptor) -> ShmPeer:
     return ShmPeer(where, native, pidfd)
 
 
-def _map(where: Descriptor) -> NativeArena:
+def _map(where: ShmDescriptor) -> NativeArena:
     path = f"/proc/{where.pid}/fd/{where.fd}"
     if f"memfd:{MEMFD_NAME}" not in os.readlink(path):  # opening another kind of file could have side effects
         raise ValueError(f"{path} is not an arena")

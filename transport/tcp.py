@@ -26,7 +26,7 @@ from lamina.transport import listener
 from lamina.transport.arena import OwnArena
 from lamina.transport.base import Fetch, Part, Peer, Target, deadline_error
 from lamina.transport.endpoint import ListeningEndpoint, ListeningOwn, Options
-from lamina.transport.listener import HANDSHAKE_S, LOOPBACK, RETRY_S, Admit, Descriptor
+from lamina.transport.listener import HANDSHAKE_S, LOOPBACK, RETRY_S, Admit, SocketDescriptor
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class _Purpose(enum.IntEnum):
 class TcpPeer:
     """A connected remote arena."""
 
-    def __init__(self, where: Descriptor, stream: int, sender: TcpSender) -> None:
+    def __init__(self, where: SocketDescriptor, stream: int, sender: TcpSender) -> None:
         self.name = where.name
         self.nbytes = where.nbytes
         self.doorbells = where.doorbells
@@ -82,7 +82,7 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
 
     def connect(self, descriptor: bytes, timeout_s: float) -> TcpPeer:
         own = self._registered()
-        where = listener.decode(descriptor, "tcp", Descriptor)
+        where = listener.decode(descriptor, "tcp", SocketDescriptor)
         stream = secrets.randbits(64)
         request = _REQUEST.pack(stream, own.arena.identity, _Purpose.STREAM, self._opener.encrypts)
         opened = self._connect(where, request, timeout_s)
@@ -90,7 +90,7 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         self._peers[id(peer)] = peer
         return peer
 
-    def _connect(self, where: Descriptor, request: bytes, timeout_s: float) -> Connection:
+    def _connect(self, where: SocketDescriptor, request: bytes, timeout_s: float) -> Connection:
         deadline = time.monotonic() + timeout_s
         left_s = timeout_s
         while True:

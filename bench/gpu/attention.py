@@ -35,7 +35,7 @@ def compile_ahead(cases: list[tuple[AttentionSpec, KvElement]], capability: int)
         )
         for spec, element in cases
         for prompt, new, joins in kinds
-        for tiling in measure_tilings.candidates(element, prompt)
+        for tiling in measure_tilings.candidates(element, prompt, measure_tilings.tile(spec, element, prompt))
     }
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
         list(pool.map(compile_program, programs, [capability] * len(programs)))

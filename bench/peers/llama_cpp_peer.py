@@ -1,10 +1,13 @@
-"""llama.cpp through its Python bindings: bfloat16 weights and KV, all requests in one batch. See ``offline.py``.
+"""llama.cpp through its Python bindings: weights in bfloat16, Q8_0 or Q4_K_M, all requests in one batch.
 
-Flash attention is off, since with bfloat16 KV it is less than half as fast. Without it, prefill and decode are as fast
-as with float16 KV and flash attention.
+With bfloat16 weights, KV is bfloat16 too and flash attention is off, since with such KV it is less than half as fast;
+without it, prefill and decode are as fast as with float16 KV and flash attention. With Q8_0 and Q4_K_M, which
+``llama_model_quantize`` makes of the bfloat16 file, KV is float16 and flash attention is on. See ``offline.py``.
 """
 
+import ctypes
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +21,8 @@ from safetensors import deserialize
 
 from bench.peers.offline import STEP_TOKENS, Cell, Generate, run
 
-SETTINGS = {"kv": "BF16", "flash_attn": "off", "n_batch": str(STEP_TOKENS), "n_ubatch": "512"}
+MICRO_BATCH = 512
+FILE_TYPES = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}
 NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -33,18 +37,46 @@ NAMES = {
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def converted(model: Path) -> Path:
-    """Path of the model as a GGUF file without a tokenizer, beside the original. Written at the first call."""
-    place = model.with_name(model.name + ".gguf")
+def settings(weights: str) -> dict[str, str]:
+    """Return the types and sizes of a context."""
+    dense = weights == "bf16"
+    return {
+        "kv": "BF16" if dense else "F16",
+        "flash_attn": "off" if dense else "on",
+        "n_batch": str(STEP_TOKENS),
+        "n_ubatch": str(MICRO_BATCH),
+    }
+
+
+def converted(model: Path, weights: str) -> Path:
+    """Return the path of the model as a GGUF file without a tokenizer, beside the original; made if it is not there.
+
+    Raises RuntimeError if llama.cpp cannot quantise it.
+    """
+    dense, place = (model.with_name(f"{model.name}.{kind}.gguf") for kind in ("bf16", weights))
+    if not dense.exists():
+        write_gguf(model, dense)
     if not place.exists():
-        write_gguf(model, place)
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype = FILE_TYPES[weights]
+        part = unfinished(place)
+        code = llama_cpp.llama_model_quantize(str(dense).encode(), str(part).encode(), ctypes.byref(params))
+        if code != 0:
+            raise RuntimeError(f"llama_model_quantize of {dense} to {weights} returned {code}")
+        part.rename(place)
     return place
+
+
+def unfinished(place: Path) -> Path:
+    """Return where this process writes a file before it is renamed to ``place``: others may be writing it too."""
+    return place.with_suffix(f".{os.getpid()}.part")
 
 
 def write_gguf(model: Path, place: Path) -> None:
     """Write a Llama as llama.cpp's own converter does: matrices in bfloat16, norms in float32."""
     config = json.loads((model / "config.json").read_text())
-    writer = gguf.GGUFWriter(place.with_suffix(".part"), "llama")
+    part = unfinished(place)
+    writer = gguf.GGUFWriter(part, "llama")
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -70,7 +102,7 @@ def write_gguf(model: Path, place: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    place.with_suffix(".part").rename(place)
+    part.rename(place)
 
 
 def interleaved(weight: npt.NDArray[np.uint16], head_dim: int) -> npt.NDArray[np.uint16]:
@@ -114,10 +146,12 @@ def context_of(model: llama_cpp.llama_model_p, cell: Cell) -> llama_cpp.llama_co
     params.n_seq_max = cell.batch
     params.n_ctx = cell.batch * (-(-cell.longest // 256) * 256)
     params.n_batch = STEP_TOKENS
-    params.n_ubatch = int(SETTINGS["n_ubatch"])
+    params.n_ubatch = MICRO_BATCH
     params.n_threads = params.n_threads_batch = cell.threads
-    params.type_k = params.type_v = gguf.GGMLQuantizationType[SETTINGS["kv"]].value
-    params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.type_k = params.type_v = gguf.GGMLQuantizationType[settings(cell.weights)["kv"]].value
+    params.flash_attn_type = (
+        llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED if cell.weights == "bf16" else llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    )
     params.kv_unified = False
     context = llama_cpp.llama_init_from_model(model, params)
     if not context:
@@ -129,11 +163,10 @@ def context_of(model: llama_cpp.llama_model_p, cell: Cell) -> llama_cpp.llama_co
 def load(cell: Cell) -> Iterator[Generate]:
     """Prompts in full batches, then one row per request and step."""
     llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(
-        str(converted(cell.model)).encode(), llama_cpp.llama_model_default_params()
-    )
+    path = converted(cell.model, cell.weights)
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
     if not model:
-        raise RuntimeError(f"llama.cpp cannot read {converted(cell.model)}")
+        raise RuntimeError(f"llama.cpp cannot read {path}")
     context = context_of(model, cell)
     vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
     batch = Batch(STEP_TOKENS)
@@ -179,8 +212,8 @@ def load(cell: Cell) -> Iterator[Generate]:
     yield generate
 
 
-def about() -> dict[str, str]:
-    return {"llama_cpp_python": llama_cpp.__version__, **SETTINGS}
+def about(cell: Cell) -> dict[str, str]:
+    return {"llama_cpp_python": llama_cpp.__version__, **settings(cell.weights)}
 
 
 if __name__ == "__main__":

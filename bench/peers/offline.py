@@ -3,7 +3,7 @@
 Every engine is a module that runs in its own environment. It loads the model, warms up, and then measures its cell once
 for every line that it reads, and prints one JSON object for each:
 
-    yes | head -3 | PYTHON -m bench.peers.ENGINE MODEL --batch 8 --context 512 --threads 2
+    yes | head -3 | PYTHON -m bench.peers.ENGINE MODEL --batch 8 --context 512 --threads 2 --weights int8
 
 MODEL is a Hugging Face model directory. An engine gives :func:`run` a function that loads it for a cell and yields
 ``Generate``; greedy decoding, end of sequence ignored.
@@ -16,8 +16,10 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from bench.peers.processor_time import ProcessorTime
 
 DECODED = 64
 """Tokens decoded for every request."""
@@ -38,6 +40,10 @@ class Cell:
     batch: int
     context: int
     threads: int
+    weights: str = "bf16"
+    """Type of the weights of linear layers: bf16, int8, int4, q8_0 or q4_k_m. Each engine has some of these."""
+    activation_dtype: str = "auto"
+    """Type to which Lamina rounds what layers of codes multiply: auto or int8. Other engines decide this themselves."""
 
     @property
     def longest(self) -> int:
@@ -45,16 +51,34 @@ class Cell:
         return self.context + DECODED
 
 
-def rates(start: float, arrivals: list[list[float]], context: int) -> tuple[float, float]:
-    """(decode, prefill) tokens per second over all requests.
+@dataclass(frozen=True)
+class Rates:
+    """Tokens per second, over all requests.
 
-    Prefill: all prompt tokens over the time until the last request has its first token. Decode: counted from then until
-    the first request ends, so that all requests decode throughout.
+    Attributes:
+        prefill: all prompt tokens, until the last request has its first token.
+        decode: counted from then until the first request ends, so that all requests decode throughout.
+        prefill_cpu, decode_cpu: the same per second of processor time of the engine's processes.
     """
+
+    decode: float
+    prefill: float
+    decode_cpu: float
+    prefill_cpu: float
+
+
+def rates(start: float, arrivals: list[list[float]], context: int, used: Callable[[float], float]) -> Rates:
+    """Return the rates of one batch. used: processor time until a time of the monotonic clock."""
     prompts_done = max(times[0] for times in arrivals)
     first_end = min(times[-1] for times in arrivals)
     decoded = sum(prompts_done < time_s <= first_end for times in arrivals for time_s in times)
-    return decoded / (first_end - prompts_done), len(arrivals) * context / (prompts_done - start)
+    prompt_tokens = len(arrivals) * context
+    return Rates(
+        decode=decoded / (first_end - prompts_done),
+        prefill=prompt_tokens / (prompts_done - start),
+        decode_cpu=decoded / (used(first_end) - used(prompts_done)),
+        prefill_cpu=prompt_tokens / (used(prompts_done) - used(start)),
+    )
 
 
 def prompts(draw: random.Random, batch: int, context: int) -> list[list[int]]:
@@ -62,8 +86,8 @@ def prompts(draw: random.Random, batch: int, context: int) -> list[list[int]]:
     return [[draw.randrange(3, 900) for _ in range(context)] for _ in range(batch)]
 
 
-def run(load: Callable[[Cell], AbstractContextManager[Generate]], about: Callable[[], dict[str, str]]) -> None:
-    """Measure the cell on the command line for every line of the input: print {"decode", "prefill", "about"} as JSON.
+def run(load: Callable[[Cell], AbstractContextManager[Generate]], about: Callable[[Cell], dict[str, str]]) -> None:
+    """Measure the cell on the command line for every line of the input: print its ``Rates`` and "about" as JSON.
 
     Warms up with one prompt as long as the cell's, then with short ones in the cell's batch. ``about`` names versions
     and settings. The engine waits for the next line without using a core, so that others can be measured meanwhile.
@@ -74,21 +98,24 @@ def run(load: Callable[[Cell], AbstractContextManager[Generate]], about: Callabl
     parser.add_argument("model", type=Path)
     for name in ("--batch", "--context", "--threads"):
         parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--weights", default="bf16")
+    parser.add_argument("--activation-dtype", default="auto")
     cell = Cell(**vars(parser.parse_args()))
     draw = random.Random()
     with load(cell) as generate:
         generate(prompts(draw, 1, cell.context), 2)
         generate(prompts(draw, cell.batch, min(cell.context, WARM_CONTEXT)), 4)
         for _ in sys.stdin:
-            decode, prefill = measure(cell, prompts(draw, cell.batch, cell.context), generate)
-            print(json.dumps({"decode": decode, "prefill": prefill, "about": about()}), flush=True)
+            measured = measure(cell, prompts(draw, cell.batch, cell.context), generate)
+            print(json.dumps(asdict(measured) | {"about": about(cell)}), flush=True)
 
 
-def measure(cell: Cell, wanted: list[list[int]], generate: Generate) -> tuple[float, float]:
-    """(decode, prefill) tokens per second of one batch. Raises RuntimeError if a token is missing."""
-    start = time.monotonic()
-    arrivals = generate(wanted, DECODED)
+def measure(cell: Cell, wanted: list[list[int]], generate: Generate) -> Rates:
+    """Return the rates of one batch. Raises RuntimeError if a token is missing."""
+    with ProcessorTime() as processor:
+        start = time.monotonic()
+        arrivals = generate(wanted, DECODED)
     counts = {len(times) for times in arrivals}
     if len(arrivals) != cell.batch or counts != {DECODED}:
         raise RuntimeError(f"{len(arrivals)} of {cell.batch} requests got {sorted(counts)} tokens, not {DECODED} each")
-    return rates(start, arrivals, cell.context)
+    return rates(start, arrivals, cell.context, processor.at)

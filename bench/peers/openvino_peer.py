@@ -1,4 +1,8 @@
-"""OpenVINO GenAI: continuous batching, bfloat16 weights, arithmetic and KV. See ``offline.py``."""
+"""OpenVINO GenAI: continuous batching, weights in bfloat16, int8 or int4. See ``offline.py``.
+
+With bfloat16 weights, arithmetic and KV are in bfloat16. With weights in int8 and int4, all but the number of threads
+and the optimisation for latency is OpenVINO's default: it rounds what these layers multiply to 8 bits, and KV too.
+"""
 
 import subprocess
 import sys
@@ -13,18 +17,26 @@ import openvino_genai
 
 from bench.peers.offline import STEP_TOKENS, Cell, Generate, run
 
-SETTINGS = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16", "PERFORMANCE_HINT": "LATENCY"}
+LATENCY = {"PERFORMANCE_HINT": "LATENCY"}
+BFLOAT16 = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16", **LATENCY}
+FORMATS = {"bf16": "fp16", "int8": "int8", "int4": "int4"}
+"""optimum-cli's name of each type of weights."""
 
 
-def converted(model: Path) -> Path:
-    """The model in OpenVINO's format, beside the original; made if it is not there."""
-    place = model.with_name(model.name + ".openvino")
+def settings(weights: str) -> dict[str, str]:
+    """Return the properties of a pipeline, but the number of threads."""
+    return BFLOAT16 if weights == "bf16" else LATENCY
+
+
+def converted(model: Path, weights: str) -> Path:
+    """Return the model in OpenVINO's format, beside the original; made if it is not there."""
+    place = model.with_name(f"{model.name}.openvino-{weights}")
     if not place.exists():
         command = Path(sys.executable).with_name("optimum-cli")
-        options = ["--task", "text-generation-with-past", "--weight-format", "fp16"]
-        subprocess.run(
-            [command, "export", "openvino", "--model", model, *options, place], check=True, stdout=sys.stderr
-        )
+        options = ["--task", "text-generation-with-past", "--weight-format", FORMATS[weights]]
+        part = place.with_name(place.name + ".part")
+        subprocess.run([command, "export", "openvino", "--model", model, *options, part], check=True, stdout=sys.stderr)
+        part.rename(place)
     return place
 
 
@@ -37,7 +49,10 @@ def load(cell: Cell) -> Iterator[Generate]:
     scheduler.enable_prefix_caching = False
     scheduler.dynamic_split_fuse = True
     pipeline = openvino_genai.ContinuousBatchingPipeline(
-        str(converted(cell.model)), scheduler, "CPU", {**SETTINGS, "INFERENCE_NUM_THREADS": cell.threads}
+        str(converted(cell.model, cell.weights)),
+        scheduler,
+        "CPU",
+        {**settings(cell.weights), "INFERENCE_NUM_THREADS": cell.threads},
     )
     requests = iter(range(1 << 62))
 
@@ -60,8 +75,8 @@ def load(cell: Cell) -> Iterator[Generate]:
     yield generate
 
 
-def about() -> dict[str, str]:
-    return {"openvino_genai": openvino_genai.__version__, **SETTINGS}
+def about(cell: Cell) -> dict[str, str]:
+    return {"openvino_genai": openvino_genai.__version__, **settings(cell.weights)}
 
 
 if __name__ == "__main__":

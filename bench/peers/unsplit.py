@@ -166,7 +166,7 @@ def load(cell: Cell) -> Iterator[Generate]:
     yield generate
 
 
-def about() -> dict[str, str]:
+def about(_: Cell) -> dict[str, str]:
     return {"lamina": importlib.metadata.version("lamina"), "torch": torch.__version__}
 
 

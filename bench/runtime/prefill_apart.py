@@ -12,7 +12,8 @@ requests that decode alone, the second one that beside the prompt; the last colu
 Then, in an engine of its own, a worker that decodes gets the role prefill and back while requests decode. ``change``
 is the time until all workers have their roles, ``longest gap`` the longest time between two tokens of any request
 meanwhile. ``handover`` is the time from a request's first token, drawn where its prompt ran, to its second one, drawn
-where it decodes, and the steps are those that the other requests ran meanwhile: 1 if it missed none.
+where it decodes, and the steps are those that ended for the other requests meanwhile: 2 if it joined the next step that
+began, since one was running when its first token was drawn.
 
 Every way runs in turn, ``--rounds`` times, in an engine of its own; figures are medians.
 """

@@ -13,6 +13,7 @@ import typer
 from lamina.cli import options
 from lamina.config.engine_config import EngineConfig, check_writable
 from lamina.core.errors import ConfigError, EngineDeadError, RequestError
+from lamina.core.types import is_unicode
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
@@ -59,9 +60,12 @@ def _requests(source: Path) -> Iterator[dict[str, Any]]:
                 if not line.strip():
                     continue
                 try:
-                    request = json.loads(line)
-                except ValueError as error:
-                    raise ConfigError(f"{source}, line {number} is not JSON: {error}") from None
+                    request = json.loads(line.strip())
+                except json.JSONDecodeError as error:
+                    why = f"{error.msg} at column {error.colno}"
+                    raise ConfigError(f"{source}, line {number} is not JSON: {why}") from None
+                except UnicodeDecodeError:
+                    raise ConfigError(f"{source}, line {number} is not JSON: it is not UTF-8") from None
                 if (fault := _find_error(request)) is not None:
                     raise ConfigError(f"{source}, line {number}: {fault}")
                 yield request
@@ -70,7 +74,8 @@ def _requests(source: Path) -> Iterator[dict[str, Any]]:
 
 
 def _find_error(request: Any) -> str | None:
-    if not isinstance(request, dict) or not isinstance(request.get("custom_id"), str):
+    identifier = request.get("custom_id") if isinstance(request, dict) else None
+    if not isinstance(identifier, str) or not is_unicode(identifier):
         return "give an object with a text custom_id"
     if request.get("method", "POST") != "POST" or not str(request.get("url")).startswith("/v1/"):
         return "method must be POST, and url a path such as /v1/chat/completions"

@@ -60,6 +60,23 @@ def open_url(
         ) from error
 
 
+def bearer(key: str | None) -> dict[str, str]:
+    """Return the header that sends a key; empty without a key."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def open_state(server: str, path: str) -> http.client.HTTPResponse:
+    """Return the response of a route for the server's state, asked with the key in ``LAMINA_METRICS_KEY``.
+
+    Raises ConfigError, TransportError, like ``open_url``, and ConfigError if the key is missing or wrong.
+    """
+    response = open_url(server, path, STATUS_S, headers=bearer(environment().metrics_key))
+    if response.status == HTTPStatus.UNAUTHORIZED:
+        response.close()
+        raise ConfigError(f"{server} wants a key; set LAMINA_METRICS_KEY to the server's")
+    return response
+
+
 def not_a_server(url: str, why: object) -> ConfigError:
     """Return the error for a URL where something other than Lamina answers."""
     return ConfigError(f"{url} is not a Lamina server: {why}; give --url the address that `lamina launch` printed")
@@ -74,7 +91,8 @@ def status(
     """Show the state of a running server.
 
     Lists requests, KV in use, and which transport links its workers and why. Exit status 1 if the server cannot be
-    reached, its engine has stopped, or a worker does not respond.
+    reached, its engine has stopped, or a worker does not respond. A server with LAMINA_METRICS_KEY wants the same key
+    here.
     """
     from lamina.cli.console import print_text
 
@@ -102,7 +120,7 @@ def _unhealthy(health: str) -> str:
 def _fetch(server: str, path: str) -> tuple[int, str]:
     """Return the status (200 or 503) and body of a response. Raises ConfigError for any other status."""
     try:
-        with open_url(server, path, STATUS_S) as response:
+        with open_state(server, path) as response:
             if response.status not in (HTTPStatus.OK, HTTPStatus.SERVICE_UNAVAILABLE):
                 raise not_a_server(server, f"{response.status} {response.reason}")
             return response.status, response.read().decode()
@@ -207,7 +225,11 @@ def administer(server: str, path: str, body: Any) -> list[str]:
     if not key:
         raise ConfigError("LAMINA_ADMIN_KEY is not set; set it to the key that the server was started with")
     try:
-        with open_url(server, path, ADMINISTER_S, body, {"Authorization": f"Bearer {key}"}) as response:
+        with open_url(server, path, ADMINISTER_S, body, bearer(key)) as response:
+            if response.status == HTTPStatus.UNAUTHORIZED:
+                raise ConfigError(
+                    f"{server} has another LAMINA_ADMIN_KEY; set it to the key that the server was started with"
+                )
             answer = json.load(response)
             refusal = str(answer["error"]["message"]) if response.status != HTTPStatus.OK else ""
             workers: list[str] = [] if refusal else answer["workers"]
@@ -223,7 +245,10 @@ def administer(server: str, path: str, body: Any) -> list[str]:
 
 def scale(
     memory: Annotated[
-        str | None, typer.Option(help="Memory workers to add or remove: +2 or -1, or with their kind: rtx3090:+2.")
+        str | None,
+        typer.Option(
+            help="Memory workers to add or remove: +2 or -1, or with their kind: rtx3090:+2; or the pool's size: 3."
+        ),
     ] = None,
     compute: Annotated[str | None, typer.Option(help="Compute workers to add or remove: whole replicas.")] = None,
     prefill: Annotated[
@@ -233,9 +258,10 @@ def scale(
 ) -> None:
     """Add workers to a running server, or remove some, while it answers requests.
 
-    Returns once all have joined or left. Before a memory worker leaves, its KV moves to others, or is computed again
-    there. On a Ray cluster, Ray places new workers, and its autoscaler may start nodes for them. The server and this
-    command need the same key in LAMINA_ADMIN_KEY.
+    A number with a sign changes a pool; a number without is the size that the pool is to have. Returns once all have
+    joined or left. Before a memory worker leaves, its KV moves to others, or is computed again there. On a Ray cluster,
+    Ray places new workers, and its autoscaler may start nodes for them. The server and this command need the same key
+    in LAMINA_ADMIN_KEY.
 
     If you add to one of the pools prefill and compute and remove from the other, workers change pools and keep their
     weights: with --prefill +1 --compute -1, a replica that decodes runs prompts from the next step on.
@@ -251,7 +277,7 @@ def scale(
         parse_change(pool, change)
     with waiting("Waiting for workers to join or leave"):
         workers = administer(url, "/admin/scale", changes)
-    print_text(f"done: {', '.join(workers)}\n")
+    print_text(f"done: {', '.join(workers) or 'the pools have these sizes already'}\n")
 
 
 def down(
@@ -292,15 +318,19 @@ class RemoteModel:
     Args:
         url: Address of the server.
         sampling: Sampling fields of each request; the server has defaults for the others.
+        key: Key that the server asks for; None: none.
 
     Raises:
-        ConfigError: ``url`` is not that of a server with an OpenAI-compatible API.
+        ConfigError: ``url`` is not that of a server with an OpenAI-compatible API, or the key is missing or wrong.
         TransportError: No server answers.
     """
 
-    def __init__(self, url: str, sampling: Mapping[str, float]) -> None:
+    def __init__(self, url: str, sampling: Mapping[str, float], key: str | None = None) -> None:
         self._url, self._sampling = url.rstrip("/").removesuffix("/v1"), sampling
-        with open_url(self._url, "/v1/models", TOKEN_S) as response:
+        self._headers = bearer(key)
+        with open_url(self._url, "/v1/models", TOKEN_S, headers=self._headers) as response:
+            if response.status == HTTPStatus.UNAUTHORIZED:
+                raise ConfigError(f"{self._url} wants a key; give it as --api-key, or set OPENAI_API_KEY")
             try:
                 self.name = str(json.load(response)["data"][0]["id"])
             except (http.client.HTTPException, ValueError, LookupError, TypeError) as error:
@@ -314,7 +344,7 @@ class RemoteModel:
             TransportError: The connection is lost.
         """
         body = {"model": self.name, "messages": list(messages), "stream": True, **self._sampling}
-        with open_url(self._url, "/v1/chat/completions", TOKEN_S, body) as response:
+        with open_url(self._url, "/v1/chat/completions", TOKEN_S, body, self._headers) as response:
             try:
                 if response.status != HTTPStatus.OK:
                     raise _refusal(response)

@@ -145,6 +145,9 @@ def chat(
     url: Annotated[
         str | None, typer.Option(help="Talk to the server that runs there instead of starting an engine.")
     ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key that the server of --url asks for.")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System message at the start of the conversation.")] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Maximum tokens per answer. Default: the model's, or the rest of its context.")
@@ -161,7 +164,7 @@ def chat(
             raise ConfigError("--url talks to a running server, which has its settings: leave out those of an engine")
         options.check_sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
         given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-        server = RemoteModel(url, {name: value for name, value in given.items() if value is not None})
+        server = RemoteModel(url, {name: value for name, value in given.items() if value is not None}, api_key)
         Conversation(server, system).run()
         return
     params = options.sampling_params(config, max_tokens, temperature, top_p, seed)

@@ -12,7 +12,7 @@ import typer
 
 from lamina.cli import options
 from lamina.config.engine_config import EngineConfig
-from lamina.config.environment import LOG_FORMAT
+from lamina.config.environment import LOG_FORMAT, environment
 from lamina.config.server_config import ServerConfig
 from lamina.core.errors import ConfigError
 from lamina.output import configure_logging, unblock
@@ -47,8 +47,9 @@ def launch(
     from lamina.serve.gate import api_keys, tls_context
     from lamina.serve.server import bind, serve, url
 
-    api_keys(server), tls_context(server)  # report errors before the model is loaded
-    if config.listen is not None:
+    ready = functools.partial(_print_ready, keyed=bool(api_keys(server)))
+    tls_context(server)  # report errors before the model is loaded
+    if config.listen is not None and (config.secret_file or environment().secret):  # else the start is refused
         _print_join_command(config)
     with bind(server.host, server.port) as listener:
         if server.frontends == 0:
@@ -56,8 +57,8 @@ def launch(
             from lamina.serve.engine_process import describe
 
             with Lamina.from_config(config) as lamina:
-                ready = functools.partial(_print_ready, url=url(listener, server))
-                serve(lamina.engine, listener, lambda: ready(describe(lamina.engine)), server)
+                on_ready = functools.partial(ready, describe(lamina.engine), url(listener, server))
+                serve(lamina.engine, listener, on_ready, server)
             return
         from lamina.models.directory import find
         from lamina.serve.frontend_processes import FrontendProcesses
@@ -68,7 +69,7 @@ def launch(
             FrontendProcesses(server, model.path, listener) as processes,
             Supervisor(config, processes.folder, processes.names) as supervisor,
         ):
-            processes.serve(supervisor, on_ready=lambda: _print_ready(supervisor.summary, url(listener, server)))
+            processes.serve(supervisor, on_ready=lambda: ready(supervisor.summary, url(listener, server)))
 
 
 def _print_placement(config: EngineConfig) -> None:
@@ -102,17 +103,24 @@ def _print_join_command(config: EngineConfig) -> None:
     print_text(f"Workers of other machines join {where}:\n  {command}\n", console=notes())
 
 
-def _print_ready(summary: str, url: str) -> None:
-    """Print the server's URL and examples of its use. ``summary``: Description of the engine."""
+def _print_ready(summary: str, url: str, keyed: bool) -> None:
+    """Print the server's URL and examples of its use.
+
+    Args:
+        summary: Description of the engine.
+        url: Address of the server.
+        keyed: Whether clients must send a key.
+    """
     from lamina.cli.console import output, print_text
 
+    header, key = (" -H 'Authorization: Bearer KEY'", "KEY") if keyed else ("", "-")
     output().print(f"[bold green]Lamina is ready[/] on [bold]{url}[/]", soft_wrap=True)
     print_text(
         f"{summary}\n"
         f"Chat in a browser: {url}/  Live view of both pools: {url}/dashboard\n"
-        f"  curl {url}/v1/completions -H 'Content-Type: application/json' \\\n"
+        f"  curl {url}/v1/completions -H 'Content-Type: application/json'{header} \\\n"
         f"""    -d '{{"prompt": "def fibonacci(n):", "max_tokens": 48}}'\n"""
-        f"""  python -c "from openai import OpenAI; c = OpenAI(base_url='{url}/v1', api_key='-'); print(\n"""
+        f"""  python -c "from openai import OpenAI; c = OpenAI(base_url='{url}/v1', api_key='{key}'); print(\n"""
         """    c.completions.create(model=c.models.list().data[0].id, prompt='def f(n):').choices[0].text)"\n\n""",
     )
     output().print("[dim]Ctrl-C stops it.[/]")
@@ -121,7 +129,8 @@ def _print_ready(summary: str, url: str) -> None:
 def worker(
     engine: Annotated[str, typer.Option(help="HOST:PORT of the engine, which was started with --listen.")],
     role: Annotated[
-        Literal["compute", "memory"], typer.Option(help="Holds weights (compute), or the KV cache (memory).")
+        Literal["compute", "memory", "prefill"],
+        typer.Option(help="Holds weights (compute; prefill: to run only prompts), or the KV cache (memory)."),
     ],
     kind: Annotated[str, typer.Option(help="Device of the worker: cpu, cuda, or a kind of GPU such as a100.")] = "cpu",
     secret_file: Annotated[
@@ -142,13 +151,14 @@ def worker(
 
     The worker joins when the engine starts with a pool such as --memory remote:2, or later while it serves. It ends
     with the engine. SIGTERM or Ctrl-C lets it leave: a memory worker's KV moves to others first. A second one ends it
-    at once. A compute worker needs the model's files under the path that the engine has.
+    at once. A compute worker reads the model's files under the engine's path, or else fetches them from the engine.
     """
     from lamina.cli.console import print_text
     from lamina.cluster.agent import Agent, WorkerPlace, application, keys_of
-    from lamina.cluster.pool import assign, find_devices, parse
+    from lamina.cluster.pool import RUNNABLE, PoolEntry, assign, find_devices, require_kind
     from lamina.cluster.sizing import worker_cores
     from lamina.control.secret import configured
+    from lamina.core.topology import role_of
 
     name, _, port = engine.rpartition(":")
     if not name or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -158,7 +168,8 @@ def worker(
         raise ConfigError(
             "the cluster's secret is missing: copy the engine's --secret-file here and give it, or set LAMINA_SECRET"
         )
-    (assigned,) = assign(role, parse(f"{kind}:1"), find_devices())
+    require_kind(kind, RUNNABLE)
+    (assigned,) = assign(role_of(role), (PoolEntry(kind, 1),), find_devices(), remedy="Use --kind cpu")
     if cores is not None:
         available = frozenset(os.sched_getaffinity(0))
         os.sched_setaffinity(0, worker_cores(cores, 1, available)[0])

@@ -73,7 +73,9 @@ class Format(enum.Enum):
 def split(
     model: Annotated[
         Path | None,
-        typer.Argument(help="Model directory or config.json; weights are not needed. Default: the bundled model."),
+        typer.Argument(
+            help="Model directory, config.json or OWNER/NAME; weights are not needed. Default: the bundled model."
+        ),
     ] = None,
     format: Annotated[Format, typer.Option(help="svg: a diagram of one period of the layers.")] = Format.TABLE,
     output: Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")] = None,

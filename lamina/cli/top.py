@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lamina.cli.client import LOCAL_URL, STATUS_S, Url, not_a_server, open_url
-from lamina.config.environment import environment
+from lamina.cli.client import LOCAL_URL, Url, not_a_server, open_state
 from lamina.core.errors import ConfigError, LaminaError
 
 HISTORY = 300
@@ -63,12 +62,8 @@ def look(url: str) -> tuple[Json, Json]:
 
 
 def _ask(url: str, path: str) -> Json:
-    key = environment().metrics_key or environment().api_key.partition(",")[0]
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with open_url(url, path, STATUS_S, headers=headers) as response:
-            if response.status == HTTPStatus.UNAUTHORIZED:
-                raise ConfigError(f"{url} wants a key; set LAMINA_METRICS_KEY, or LAMINA_API_KEY, to the server's")
+        with open_state(url, path) as response:
             if response.status != HTTPStatus.OK:
                 raise not_a_server(url, f"{response.status} {response.reason}")
             answer = json.load(response)

@@ -31,7 +31,10 @@ def draw(states: Sequence[Json], lanes: Json, width: int) -> RenderableType:
     now = states[-1]
     moves = now["placement"]["moves"]
     moving = [f"{move['tokens']:,} tokens {move['source']} → {move['target']}" for move in moves["in_progress"]]
-    links = [f"{link['transport']} for {link['pairs']} pairs: {link['reason']}" for link in now["links"]]
+    links = [
+        f"{link['transport']} for {link['pairs']} pair{'s' * (link['pairs'] > 1)}: {link['reason']}"
+        for link in now["links"]
+    ]
     return Group(
         _limit(now),
         Text(),

@@ -36,7 +36,7 @@ from lamina.control.secret import Secret
 from lamina.control.sockets import ENGINE
 from lamina.core import __version__
 from lamina.core.errors import ConfigError, LaminaError, TransportError, WorkerError
-from lamina.core.topology import Role
+from lamina.core.topology import Pool, Role
 from lamina.transport.shm import host
 
 log = logging.getLogger(__name__)
@@ -66,9 +66,9 @@ def keys_of(secret: Secret) -> Keys:
     return Keys(secret.curve_keys(ENGINE)[0], *secret.curve_keys(AGENT))
 
 
-def application(role: Role, kind: str, name: str = "") -> Apply:
+def application(pool: Pool, kind: str, name: str = "") -> Apply:
     """Return the first message of an agent. ``name``: The worker that the agent was started for; empty for any."""
-    return Apply(__version__, role, kind, host(), platform.node(), name)
+    return Apply(__version__, pool, kind, host(), platform.node(), name)
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Agent:
         )
         self._name = bootstrap.name
         cores = frozenset(os.sched_getaffinity(0))
-        self._workers.start(Start(message.role, message.kind, bootstrap, cores, not self._place.own_cores))
+        self._workers.start(Start(message.pool, message.kind, bootstrap, cores, not self._place.own_cores))
         log.warning("this machine runs %s for the engine at %s", self._name, self._where)
 
     def _leave(self, dealer: "zmq.Socket[bytes]") -> bool:

@@ -60,6 +60,7 @@ from lamina.core.topology import Epoch, Member, Pool, Topology
 from lamina.core.types import Segment
 from lamina.dataplane.leases import messages, slot_rows
 from lamina.dataplane.transport_choice import Choice, Offer
+from lamina.schedule.limits import Limits
 
 REACH_S = 20.0  # for workers to connect to another engine
 RECALL_S = 10.0  # for a worker to report what it has kept: its last slice may be long
@@ -226,7 +227,9 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
     pipeline, rows = plan.pipeline, plan.compute_setup.rows
     may_move = any(one.rotates for one in (pipeline.first_arrangement, *pipeline.choices))
     context_nbytes = loaded.context_nbytes if may_move or pipeline.stages > 1 else 0
-    sizes = messages(loaded.attentions, loaded.dtype, rows, context_nbytes, pipeline.ranks, _links(plan))
+    sizes = messages(
+        loaded.attentions, loaded.dtype, rows, context_nbytes, pipeline.ranks, _links(plan), pipeline.lends
+    )
     fabric = Fabric(workers, plan, loaded, setup, sizes)
     for name, hello in plan.greetings.items():
         fabric.on_hello(name, hello)
@@ -262,17 +265,20 @@ class Saved(msgspec.Struct, frozen=True):
     loaded: ModelLoaded
     compute_setup: ComputeSetup
     memory_setup: MemorySetup
-    max_model_len: int
+    limits: Limits
     greetings: dict[str, Hello]
     offers: dict[str, Offer]
     links: list[tuple[str, str, Choice]]
     wanted: dict[Pool, int]
 
     @classmethod
-    def from_topology(
-        cls, fabric: Fabric, topology: Topology, wanted: Mapping[Pool, int], max_model_len: int
-    ) -> "Saved":
-        """Return the state with the members of ``topology``. ``wanted``: target size of each pool."""
+    def from_topology(cls, fabric: Fabric, topology: Topology, wanted: Mapping[Pool, int], limits: Limits) -> "Saved":
+        """Return the state with the members of ``topology``.
+
+        Args:
+            wanted: Target size of each pool.
+            limits: Bounds of steps and requests at the start, which workers have reserved memory for.
+        """
         names = topology.names
         links = [(*pair, choice) for pair, choice in fabric.links.items() if names.issuperset(pair)]
         offers = {name: offer for name, offer in fabric.offers.items() if name in names}
@@ -282,7 +288,7 @@ class Saved(msgspec.Struct, frozen=True):
             fabric.loaded,
             fabric.plan.compute_setup,
             fabric.memory_setup,
-            max_model_len,
+            limits,
             greetings,
             offers,
             links,

@@ -65,13 +65,13 @@ def converse(gather: "Gather", conversation: Conversation[ResultT]) -> ResultT:
 
 
 class Wish(NamedTuple):
-    """A request from another machine to the engine: that a worker joins, or that ``leaver`` leaves.
+    """A request from another machine to the engine: that a worker joins ``pool``, or that ``leaver`` leaves.
 
     ``moves``: the leaver's machine will be shut down, and a new worker of its kind replaces it elsewhere. Such a wish
     is repeated until the worker has left.
     """
 
-    role: Role
+    pool: Pool
     kind: str
     leaver: str = ""
     moves: bool = False
@@ -113,8 +113,8 @@ class Launcher(Workers, Protocol):
         """Return the kind of added workers if none is named."""
         ...
 
-    def waiting(self, role: Role) -> int:
-        """Return how many agents of other machines wait for a worker of a role to run."""
+    def waiting(self, pool: Pool) -> int:
+        """Return how many agents of other machines wait for a worker of a pool to run."""
         ...
 
     def validate_pool(self, role: Role, kind: str, count: int) -> None:

@@ -35,6 +35,19 @@ MEMORY_PERCENTAGE = 60
 an H200 reads at full bandwidth with 36 KB in flight per multiprocessor (``kernels.gpu.tilings.default``); with the 64
 KiB of attention, 55% of them would do."""
 
+STOP_TIMEOUT_S = 5.0
+ANSWER_S = 60.0  # for the supervisor to start or end workers
+KILL_TIMEOUT_S = 10.0  # for the kernel to end a killed process, which may have gigabytes of memory to free
+
+# Low enough that spinning OpenMP threads do not starve other workers on their cores, high enough not to slow GEMMs;
+# above 10000 a pair of workers on shared cores is ten times slower. Read by libgomp when torch is imported.
+OPENMP_SPIN_COUNT = "5000"
+
+# glibc keeps blocks up to this size for reuse; mapping every output of a long prompt chunk again costs a tenth.
+KEPT_BYTES = str(1 << 30)
+
+MODULES: Mapping[Role, str] = {"compute": "lamina.compute", "memory": "lamina.memory.worker"}
+
 
 def mps_runs(variables: Mapping[str, str]) -> bool:
     """Return whether NVIDIA's MPS daemon runs, given the environment of the processes that would use it."""
@@ -51,33 +64,21 @@ def limits(role: Role, beside: Collection[Role], mps: bool, variables: Mapping[s
     return {PERCENTAGE: str(MEMORY_PERCENTAGE)}
 
 
-STOP_TIMEOUT_S = 5.0
-ANSWER_S = 60.0  # for the supervisor to start or end workers
-KILL_TIMEOUT_S = 10.0  # for the kernel to end a killed process, which may have gigabytes of memory to free
-
-# Low enough that spinning OpenMP threads do not starve other workers on their cores, high enough not to slow GEMMs;
-# above 10000 a pair of workers on shared cores is ten times slower. Read by libgomp when torch is imported.
-OPENMP_SPIN_COUNT = "5000"
-
-# glibc keeps blocks up to this size for reuse; mapping every output of a long prompt chunk again costs a tenth.
-KEPT_BYTES = str(1 << 30)
-
-
 def allocation_variables() -> dict[str, str]:
     """Return environment variables of glibc's allocator for processes that run slices."""
     return {"MALLOC_MMAP_THRESHOLD_": KEPT_BYTES, "MALLOC_TRIM_THRESHOLD_": KEPT_BYTES}
 
 
-MODULES: Mapping[Role, str] = {"compute": "lamina.compute", "memory": "lamina.memory.worker"}
-
-
 def start_process(
     command: list[str], bootstrap: Bootstrap, shared_cores: bool, variables: Mapping[str, str] = MappingProxyType({})
 ) -> subprocess.Popen[bytes]:
-    """Start a worker. Its keys are passed through a pipe, not the command line.
+    """Start a worker, whose process may have ended when this returns.
 
-    ``shared_cores``: whether other workers compute on its cores. ``variables``: further environment variables. The
-    process may have ended when this returns.
+    Args:
+        command: Command line of the process.
+        bootstrap: What the worker needs to join, keys among it; passed through a pipe, not the command line.
+        shared_cores: Whether other workers compute on the worker's cores.
+        variables: Further environment variables.
     """
     environment = os.environ | allocation_variables() | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     environment |= variables
@@ -108,7 +109,7 @@ class _OnThisMachine:
     def default_kind(self, pool: Pool) -> str:
         return CPU
 
-    def waiting(self, role: Role) -> int:
+    def waiting(self, pool: Pool) -> int:
         return 0
 
     def wishes(self) -> list[Wish]:
@@ -160,7 +161,7 @@ class LocalWorkers(_OnThisMachine):
             (assigned,) = assign(role, (PoolEntry(worker.kind, 1),), find_devices(), taken)
             bootstrap = msgspec.structs.replace(bootstrap, device=assigned.device)
             cores = self._cores[role] or frozenset(os.sched_getaffinity(0))
-        bootstrap, variables = self._share(role, bootstrap)
+        bootstrap, variables = self._note_shared_gpu(role, bootstrap)
         own = os.sched_getaffinity(0)
         os.sched_setaffinity(0, cores)  # of this thread only; the new process inherits it
         try:
@@ -171,7 +172,11 @@ class LocalWorkers(_OnThisMachine):
         self.devices[name] = bootstrap.device
         self._exits.register(os.pidfd_open(process.pid), selectors.EVENT_READ, name)
 
-    def _share(self, role: Role, bootstrap: Bootstrap) -> tuple[Bootstrap, dict[str, str]]:
+    def _note_shared_gpu(self, role: Role, bootstrap: Bootstrap) -> tuple[Bootstrap, dict[str, str]]:
+        """Return ``bootstrap``, which says whether both pools share the worker's GPU, and variables that limit its use.
+
+        Warns once for each GPU that workers of both pools share without MPS.
+        """
         device = bootstrap.device
         if not device.startswith(CUDA):
             return bootstrap, {}
@@ -181,8 +186,8 @@ class LocalWorkers(_OnThisMachine):
             bootstrap = msgspec.structs.replace(bootstrap, shares_gpu=True)
             if device not in self._hinted and not mps:
                 logger.warning(
-                    "compute and memory workers share %s and take turns on it: start nvidia-cuda-mps-control -d "
-                    "before, so that they run at once, or give --memory local, which needs no messages",
+                    "compute and memory workers share %s and take turns on it: run `nvidia-cuda-mps-control -d` before "
+                    "the start, so that both run at once, or give --memory local, which needs no messages",
                     device,
                 )
             self._hinted.add(device)

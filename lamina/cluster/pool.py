@@ -92,10 +92,21 @@ class PoolEntry:
 
 @dataclass(frozen=True)
 class PoolChange:
-    """Workers to add to a pool, or to remove if ``count`` is negative. ``kind``: empty for the pool's own kind."""
+    """A change of a pool.
+
+    Attributes:
+        count: Workers to add, or to remove if it is negative.
+        kind: Their kind; empty for the pool's own kind.
+        is_size: Whether ``count`` is the size that the pool is to have instead.
+    """
 
     count: int
     kind: str = ""
+    is_size: bool = False
+
+    def from_size(self, size: int) -> "PoolChange":
+        """Return the workers that a pool of ``size`` workers adds or removes."""
+        return PoolChange(self.count - size) if self.is_size else self
 
 
 Kinds = tuple[str, ...]
@@ -151,16 +162,19 @@ def parse(text: str, known: Collection[str] | None = None, default_count: int = 
 
 
 def parse_change(role: str, text: str) -> PoolChange:
-    """Parse a change of a pool such as "+2", "-1" or "rtx3090:+2", without checking the kind.
+    """Parse a change of a pool such as "+2", "-1" or "rtx3090:+2", without checking the kind, or its size, such as "3".
 
     Raises ConfigError if the text is malformed.
     """
     match = re.fullmatch(r"(?:(?P<kind>[a-z0-9_-]+):)?(?P<count>[+-][0-9]{1,9})", text.strip().lower())
-    if match is None or not 1 <= abs(int(match["count"])) <= MAX_COUNT:
-        raise ConfigError(
-            f"{role} is {text!r}; give the workers to add or remove, 1 to {MAX_COUNT}, such as +2, -1 or cpu:+2"
-        )
-    return PoolChange(int(match["count"]), match["kind"] or "")
+    if match is not None and 1 <= abs(int(match["count"])) <= MAX_COUNT:
+        return PoolChange(int(match["count"]), match["kind"] or "")
+    if re.fullmatch("[0-9]{1,9}", text.strip()) and int(text) <= MAX_COUNT:
+        return PoolChange(int(text), is_size=True)
+    raise ConfigError(
+        f"{role} is {text!r}; give the workers to add or remove, 1 to {MAX_COUNT}, such as +2, -1 or cpu:+2, or the "
+        f"size of the pool, 0 to {MAX_COUNT}"
+    )
 
 
 def pool_change(role: str, wanted: int | str) -> PoolChange:
@@ -240,14 +254,21 @@ def assign_pools(pools: Mapping[Role, tuple[PoolEntry, ...]], devices: Devices) 
 
 
 def assign(
-    role: Role, pool: tuple[PoolEntry, ...], devices: Devices, taken: Collection[str] = ()
+    role: Role, pool: tuple[PoolEntry, ...], devices: Devices, taken: Collection[str] = (), remedy: str = ""
 ) -> tuple[Assigned, ...]:
     """Return a device of this machine for each worker of a pool, a GPU for one worker only. ``local`` has no worker.
 
-    ``taken``: devices of the other pool, used only if no other is left. Raises ConfigError that names this machine's
-    devices and a pool that works.
+    Args:
+        role: Role of the pool.
+        pool: The kinds of its workers.
+        devices: Devices of this machine.
+        taken: Devices of the other pool, used only if no other is left.
+        remedy: What the error says to do; by default, to give a pool that works.
+
+    Raises:
+        ConfigError: The machine lacks a device. The error names its devices.
     """
-    remedy = f"Use --{role} cpu:{2 if role == 'memory' else 1}"
+    remedy = remedy or f"Use --{role} cpu:{2 if role == 'memory' else 1}"
     assigned: dict[int, list[Assigned]] = {}
     prefix = EMULATED if devices.emulated else CUDA
     named = [(f"{prefix}:{index}", name) for index, name in enumerate(devices.gpus)]

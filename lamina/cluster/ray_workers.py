@@ -138,7 +138,7 @@ class RayWorkers:
         """Return the first kind of the pool at the start."""
         return self._kinds[pool][0]
 
-    def waiting(self, role: Role) -> int:
+    def waiting(self, pool: Pool) -> int:
         """Return 0: an agent starts only for a worker that the engine has started."""
         return 0
 

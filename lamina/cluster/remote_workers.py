@@ -35,7 +35,7 @@ from lamina.control.secret import Secret
 from lamina.control.sockets import KeyedRouter
 from lamina.core import __version__
 from lamina.core.errors import ConfigError, TransportError
-from lamina.core.topology import Pool, Role
+from lamina.core.topology import Pool, Role, may_run
 from lamina.transport.shm import host
 
 log = logging.getLogger(__name__)
@@ -136,9 +136,9 @@ class RemoteWorkers:
         )
 
     def start(self, worker: Start) -> None:
-        """Assign a worker to the agent that has waited longest for its role, or to the next agent that applies."""
+        """Assign a worker to the agent that has waited longest for its pool, or to the next agent that applies."""
         with self._lock:
-            if waiting := self._waiting(worker.role):
+            if waiting := self._waiting(worker.pool):
                 self._appoint(waiting[0], worker)
             else:
                 self._vacancies.append(_Vacancy(worker))
@@ -146,9 +146,9 @@ class RemoteWorkers:
     def default_kind(self, pool: Pool) -> str:
         return REMOTE
 
-    def waiting(self, role: Role) -> int:
+    def waiting(self, pool: Pool) -> int:
         with self._lock:
-            return len(self._waiting(role))
+            return len(self._waiting(pool))
 
     def wishes(self) -> Sequence[Wish]:
         """Return the wishes of agents without a worker to join, and of agents whose workers want to leave."""
@@ -241,9 +241,11 @@ class RemoteWorkers:
 
     # -- with the lock held
 
-    def _waiting(self, role: Role) -> list[_Agent]:
-        """Return the agents without a worker, the one that has waited longest first."""
-        return [one for one in self._agents.values() if not one.worker and one.about.role == role]
+    def _waiting(self, pool: Pool) -> list[_Agent]:
+        """Return the agents without a worker that may run one of a pool: those for this pool first, and of these the
+        one that has waited longest."""
+        fitting = [one for one in self._agents.values() if not one.worker and may_run(one.about.pool, pool)]
+        return sorted(fitting, key=lambda one: one.about.pool != pool)
 
     def _of(self, worker: str) -> _Agent | None:
         return next((one for one in self._agents.values() if one.worker == worker), None)
@@ -269,7 +271,7 @@ class RemoteWorkers:
             one.pid = message.pid
         elif isinstance(message, Leaving):
             if one.worker:
-                self._wishes.append(Wish(one.about.role, one.about.kind, one.worker))
+                self._wishes.append(Wish(one.about.pool, one.about.kind, one.worker))
             else:
                 del self._agents[identity]
         elif isinstance(message, Exited):
@@ -292,18 +294,19 @@ class RemoteWorkers:
         if own != about.name:
             self._refuse(one, f"its key was not issued for the worker {about.name!r}")
             return
-        for vacancy in self._vacancies:
-            if vacancy.worker.role == about.role and (vacancy.worker.name == own if own else not vacancy.key):
+        for vacancy in sorted(self._vacancies, key=lambda one: one.worker.pool != about.pool):
+            fits = vacancy.worker.name == own if own else not vacancy.key
+            if fits and may_run(about.pool, vacancy.worker.pool):
                 self._vacancies.remove(vacancy)
                 self._appoint(one, vacancy.worker)
                 return
         if own:
             self._refuse(one, f"the engine does not wait for {own} any more")
         else:
-            self._wishes.append(Wish(about.role, about.kind))
+            self._wishes.append(Wish(about.pool, about.kind))
 
     def _refuse(self, one: _Agent, reason: str) -> None:
-        log.warning("a %s worker on %s is refused: %s", one.about.role, one.about.machine, reason)
+        log.warning("a %s worker on %s is refused: %s", one.about.pool, one.about.machine, reason)
         self._tell(one, Refused(reason))
         del self._agents[one.identity]
 
@@ -389,8 +392,8 @@ class LocalAndRemote:
     def default_kind(self, pool: Pool) -> str:
         return CPU
 
-    def waiting(self, role: Role) -> int:
-        return self.remote.waiting(role)
+    def waiting(self, pool: Pool) -> int:
+        return self.remote.waiting(pool)
 
     def wishes(self) -> Sequence[Wish]:
         return [wish._replace(kind=REMOTE) for wish in self.remote.wishes()]

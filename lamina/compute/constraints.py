@@ -18,6 +18,10 @@ from lamina.text.tokenizer import Tokenizer
 
 MOST_GRAMMARS = 128
 """Grammars whose compiled form a worker keeps."""
+MASKED_IN_PLACE = 1 << 20
+"""Scores whose masks this thread computes itself: to wake others, and wait for them, takes longer."""
+SERIAL = (1 << 15) - 1
+"""Most elements of which an operation of torch on a CPU runs in one thread. More threads spin until all are done."""
 
 
 class Constraint:
@@ -85,17 +89,27 @@ def forbid(scores: Tensor, rows: Sequence[int], constraints: Sequence[Constraint
 
     If a grammar allows no token, or has become too complex, all scores of its row become -inf.
     """
-    width = scores.shape[1]
-    bits = np.zeros((len(rows), -(-width // 32)), dtype=np.int32)
-    matchers = [(constraint.matcher, place) for place, constraint in enumerate(constraints)]
-    _executor().unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * 4, len(rows))
-    for matcher, place in matchers:
+    count, width = scores.shape
+    bits = np.full((count, -(-width // 32)), -1, dtype=np.int32)  # rows without a constraint allow every token
+    matchers = [(constraint.matcher, row) for row, constraint in zip(rows, constraints, strict=True)]
+    if len(rows) * width > MASKED_IN_PLACE:
+        _executor().unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * 4, count)
+    else:
+        nbytes, address = bits.shape[1] * 4, bits.ctypes.data
+        for matcher, row in matchers:
+            matcher.unsafe_compute_mask_ptr(address + row * nbytes, nbytes)
+    for matcher, row in matchers:
         if matcher.stop_reason() == "InternalError":  # llguidance then allows the end of the answer
-            bits[place] = 0
+            bits[row] = 0
     allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=width, bitorder="little").view(np.bool_)
     forbidden = torch.from_numpy(~allowed).to(scores.device)
-    for place, row in enumerate(rows):
-        scores[row].masked_fill_(forbidden[place], -torch.inf)
+    for part, mask in zip(in_parts(scores), in_parts(forbidden), strict=True):
+        part.masked_fill_(mask, -torch.inf)
+
+
+def in_parts(rows: Tensor) -> Sequence[Tensor]:
+    """Return ``rows`` [R, N] in parts of ``SERIAL`` elements, or of one row; on a GPU, as one part."""
+    return torch.split(rows, max(1, SERIAL // rows.shape[1])) if rows.device.type == "cpu" else [rows]
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lamina import _native
-from lamina.compute.constraints import Constraint, forbid
+from lamina.compute.constraints import Constraint, forbid, in_parts
 from lamina.control.messages import Draw
 from lamina.control.packed_logprobs import pack, pack_rows
 from lamina.core.errors import LogitsError
@@ -112,7 +112,9 @@ def _constrain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     worded = [r for r, row in enumerate(rows) if row.params.bad_token_ids]
     if not penalized and not too_short and not grammars and not biased and not worded:
         return logits
-    scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    for part, given in zip(in_parts(scores), in_parts(logits), strict=True):
+        part.copy_(given)
     if penalized:
         _penalize(scores, rows, penalized)
     vocabulary = scores.shape[1]

@@ -397,9 +397,10 @@ class EngineConfig:
             group="Pools",
         ),
     ] = None
-    memory_cores: Annotated[str | None, Meaning("CPU list for memory workers, like compute_cores.", group="Pools")] = (
-        None
-    )
+    memory_cores: Annotated[
+        str | None,
+        Meaning("CPU list for memory workers, such as 4-7,12. Default: all cores for every worker.", group="Pools"),
+    ] = None
     trace: Annotated[
         str | os.PathLike[str] | None,
         Meaning("File for a Perfetto timeline of the engine. It is written when the engine ends."),

@@ -16,7 +16,7 @@ import msgspec
 
 from lamina.control.frontend_messages import FrontendBootstrap
 from lamina.control.sockets import Bootstrap
-from lamina.core.topology import Role
+from lamina.core.topology import Pool, Role, role_of
 
 AGENT = "supervisor"  # the name under which agents' common key is derived from the cluster's secret
 BEAT_S = 1.0
@@ -28,17 +28,23 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     """Engine to agent: start this worker.
 
     Attributes:
+        pool: the pool that it joins.
         bootstrap: the worker's bootstrap, with the addresses by which the engine knows itself.
         cores: CPU cores to run on, beside the device in ``bootstrap``. Empty: the agent chooses the cores of the
             workers of this role, and a free device of ``kind``.
         shared_cores: True if workers of the other pool run on these cores too.
     """
 
-    role: Role
+    pool: Pool
     kind: str
     bootstrap: Bootstrap
     cores: frozenset[int] = frozenset()
     shared_cores: bool = False
+
+    @property
+    def role(self) -> Role:
+        """The role of the pool's workers."""
+        return role_of(self.pool)
 
     @property
     def name(self) -> str:
@@ -70,13 +76,14 @@ class Apply(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         version: version of lamina.
+        pool: the pool that the worker is for.
         host: identifies the machine, as ``transport.shm.host`` does.
         machine: name of the machine, for people.
         name: the worker that the agent was started for; empty: any.
     """
 
     version: str
-    role: Role
+    pool: Pool
     kind: str
     host: str
     machine: str

@@ -85,7 +85,8 @@ def _read(path: Path) -> Secret:
             status = os.fstat(file.fileno())
             text = file.read(4 * NBYTES).strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the cluster secret in {path} cannot be read: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"cannot read the cluster secret in {path}: {why}") from None
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o077:
         raise ConfigError(

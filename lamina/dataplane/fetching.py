@@ -13,7 +13,7 @@ FetchFrom = Callable[[str, Fetch], None]
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class FetchPiece:
     """Bytes [offset, offset + nbytes) of a peer's arena, to be fetched at once.
 
     Attributes:
@@ -40,14 +40,14 @@ class Fetcher:
         self._views = [arena.view(place, plan.landing_nbytes) for place in self._places]
         self._free = list(range(LANDINGS))
         self._sequences = [0] * LANDINGS
-        self._urgent: collections.deque[Piece] = collections.deque()
-        self._waiting: collections.deque[Piece] = collections.deque()
-        self._in_flight: list[tuple[Piece, int]] = []  # pieces with their landing slots, oldest first
+        self._urgent: collections.deque[FetchPiece] = collections.deque()
+        self._waiting: collections.deque[FetchPiece] = collections.deque()
+        self._in_flight: list[tuple[FetchPiece, int]] = []  # pieces with their landing slots, oldest first
         self._unfinished: collections.Counter[tuple[int, int]] = (
             collections.Counter()
         )  # unfinished pieces by lane and turn
 
-    def add_piece(self, piece: Piece) -> None:
+    def add_piece(self, piece: FetchPiece) -> None:
         """Queue a piece behind all pieces queued earlier."""
         self._waiting.append(piece)
         self._unfinished[piece.lane, piece.turn] += 1
@@ -69,7 +69,7 @@ class Fetcher:
 
         for at in range(0, len(into), self.landing_nbytes):
             nbytes = min(self.landing_nbytes, len(into) - at)
-            self._urgent.append(Piece(peer, offset + at, nbytes, keep_at(at)))
+            self._urgent.append(FetchPiece(peer, offset + at, nbytes, keep_at(at)))
             self._unfinished[-1, 0] += 1
 
     def fetch_first(self, lane: int, turn: int) -> None:
@@ -136,7 +136,7 @@ class Fetcher:
         ]
         self._unfinished = collections.Counter((piece.lane, piece.turn) for piece, _ in self._in_flight)
 
-    def _forget(self, piece: Piece) -> None:
+    def _forget(self, piece: FetchPiece) -> None:
         key = piece.lane, piece.turn
         self._unfinished[key] -= 1
         if not self._unfinished[key]:

@@ -108,7 +108,7 @@ class Joins:
         try:
             for kind in kinds:
                 name = f"{role}{next(self._numbers[role])}"
-                self._start_process(name, role, kind)
+                self._start_process(name, pool, kind)
                 started[name] = kind
         except LaminaError as error:
             for name in started:
@@ -121,10 +121,10 @@ class Joins:
         self._advance(joiner, None)
         return joiner.names
 
-    def _start_process(self, name: str, role: Role, kind: str) -> None:
+    def _start_process(self, name: str, pool: Pool, kind: str) -> None:
         bootstrap = self._control.admit(name)
         try:
-            self._fabric.launcher.start(Start(role, kind, bootstrap))
+            self._fabric.launcher.start(Start(pool, kind, bootstrap))
         except OSError as error:
             self._control.dismiss(name)
             raise WorkerError(name, f"its process cannot be started: {error}") from error

@@ -1,4 +1,4 @@
-"""Detects lost workers, tracks the end of an epoch, and watches the deadlines of steps and migrations."""
+"""Detects lost workers, tracks the end of an epoch, and watches the deadlines of steps and moves."""
 
 import collections
 from collections.abc import Collection, Iterable, Mapping

@@ -66,6 +66,10 @@ class Record:
         self._pending = None
         self._leave_out(lost)
 
+    def save_again(self) -> None:
+        """Save the current members, since what is saved with them has changed."""
+        self._save(self._topology)
+
     def set_members(self, topology: Topology) -> None:
         """Make ``topology``, which all members have applied, the current one and save it."""
         self._pending = None
@@ -122,7 +126,8 @@ class Members:
             if fabric is None
             else Pools(control, workers, fabric, topology, turn, self._adopt, self._unused, max_restarts, wanted)
         )
-        self._record = Record(topology, lambda saved: save(saved, wanted if self.pools is None else self.pools.wanted))
+        self._save, self._saved_sizes = save, dict[Pool, int]()
+        self._record = Record(topology, self._save_members)
 
     @property
     def states(self) -> Mapping[str, str]:
@@ -145,9 +150,16 @@ class Members:
         return self._ending is None
 
     def turn(self) -> None:
-        """Advance workers that join or leave."""
-        if self.pools is not None:
-            self.pools.turn(steady=self.is_steady)
+        """Advance workers that join or leave, and save how many workers the pools are to have if that has changed."""
+        if self.pools is None:
+            return
+        self.pools.turn(steady=self.is_steady)
+        if self.pools.wanted != self._saved_sizes:
+            self._record.save_again()
+
+    def _save_members(self, topology: Topology) -> None:
+        self._saved_sizes = dict(self.topology.sizes if self.pools is None else self.pools.wanted)
+        self._save(topology, self._saved_sizes)
 
     def handle_message(self, worker: str, message: ToEngine) -> None:
         """Handle a message that is not about a step. Raises TransportError if it is not expected while serving."""

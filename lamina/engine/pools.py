@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
-from lamina.cluster.conversations import Workers
+from lamina.cluster.conversations import Wish, Workers
 from lamina.cluster.joining import Fabric
 from lamina.cluster.pool import REMOTE, Kinds, PoolChange
 from lamina.control.messages import Changed, ToEngine
@@ -14,7 +14,7 @@ from lamina.core.errors import ConfigError, LaminaError, WorkerError
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import COMPUTE_POOLS, Member, Pool, Role, Topology, role_of
 from lamina.engine.changes import Joiner, Joins, Leaves
-from lamina.engine.replacements import Replacements, lost_replicas
+from lamina.engine.replacements import RETRY_S, Replacements, lost_replicas
 from lamina.engine.resizing import ResizePlanner, require_single_workers, together
 from lamina.schedule.turn import Turn
 
@@ -84,9 +84,25 @@ class Pools:
         self._turning = dict[str, Pool]()  # members that change their role, and the pool that they are to be in
         self._moving = set[str]()  # leaving members whose replacements were started
         self._turning |= self._planner.unfinished_turns()
+        self._resume_leaves()
         for pool in topology.sizes:
             for kinds in self._missing(pool):
                 self._replace(pool, kinds, WorkerError(pool, "it was lost with an earlier engine"))
+
+    def _resume_leaves(self) -> None:
+        """Let the workers leave that an earlier engine was to let leave, if the others have room for their KV."""
+        leaving = self._planner.unfinished_leaves(self._turning)
+        try:
+            if self.topology.local and any(pool != "memory" for pool in leaving.values()):
+                require_single_workers(self._pipeline, "holds KV, and does not leave")
+            self._leaves.validate_leave([*leaving], self.topology)
+        except ConfigError as error:
+            log.warning("the pools stay larger than an earlier engine was to make them: %s", error)
+            for pool in leaving.values():
+                self.wanted[pool] += 1
+        else:
+            for name in leaving:
+                self._leaves.begin_leave(name, self.topology)
 
     def _missing(self, pool: Pool) -> list[Kinds]:
         """Return the kinds of the workers that an earlier engine has lost: of whole replicas."""
@@ -100,16 +116,21 @@ class Pools:
     # -- what callers ask for
 
     def resize(self, changes: Mapping[Pool, PoolChange], resize: Resize) -> None:
-        """Start workers, or begin to remove them where a count is negative.
+        """Start workers, or begin to remove them where a count is negative or a size is smaller.
 
         Replicas change their role instead where ``ResizePlanner.plan`` says so. Raises ConfigError, with nothing
         changed, if a change is impossible.
         """
-        plan = self._planner.plan(changes)
+        sizes = {pool: self._coming_size(pool) for pool in changes}
+        relative = {pool: change.from_size(sizes[pool]) for pool, change in changes.items()}
+        plan = self._planner.plan({pool: change for pool, change in relative.items() if change.count})
         self._leaves.validate_leave(plan.leaving, self.topology)
+        if not plan.workers:
+            resize.future.set_result([])
+            return
         resize.left = plan.workers
         for pool, change in changes.items():
-            self.wanted[pool] += change.count
+            self.wanted[pool] = change.count if change.is_size else self.wanted[pool] + change.count
         self._turning |= plan.turning
         for name in (*plan.turning, *plan.leaving):
             self._resizes[name] = resize
@@ -118,11 +139,17 @@ class Pools:
         for pool, kinds in plan.joining:
             self._start(pool, kinds, resize)
 
+    def _coming_size(self, pool: Pool) -> int:
+        """Return the size of a pool once the workers that join, leave or change their role have done so."""
+        turned = [*self._turning.values()].count(pool)
+        turning = sum(self.topology.pool_of(name) == pool for name in self._turning)
+        return self.topology.sizes[pool] + self.coming(pool) - self.leaving(pool) + turned - turning
+
     @property
     def _planner(self) -> ResizePlanner:
         placement, changing = self._turn.scheduler.placement, {*self._leaves.names, *self._turning}
-        joining = {pool: self._joins.count(pool) for pool in self.wanted}
-        return ResizePlanner(self._fabric, self._pipeline, self.topology, placement, changing, joining, self.wanted)
+        coming = {pool: self.coming(pool) for pool in self.wanted}
+        return ResizePlanner(self._fabric, self._pipeline, self.topology, placement, changing, coming, self.wanted)
 
     def _start(self, pool: Pool, kinds: Kinds, resize: Resize | None) -> None:
         """Start workers that enter together, for ``resize``, or as a replacement (None)."""
@@ -130,7 +157,9 @@ class Pools:
         def on_failed(error: LaminaError, again: bool) -> None:
             if REMOTE in kinds:
                 log.warning("a %s worker of another machine does not join: %s", pool, error)
-                self._replacements.add_vacancy(pool, kinds)
+                self._replacements.add_vacancy(pool, kinds, self._control.liveness.awake_s + RETRY_S)
+                if pool == "memory":  # nothing waits for another one
+                    self.wanted[pool] -= len(kinds)
             elif again:
                 self._start(pool, kinds, resize)
             elif resize is not None:
@@ -211,38 +240,60 @@ class Pools:
                 kinds = tuple(members[one].kind for one in together)
                 self._replace(pools[name], kinds, reason, all(one in uncounted for one in together))
         for name in self._leaves.apply_topology(topology):  # they have to stay
-            if (resize := self._resizes.pop(name, None)) is not None:  # else it had asked to leave by itself
+            if name not in self._moving:
                 self.wanted[pools[name]] += 1
+            if (resize := self._resizes.pop(name, None)) is not None:  # else it had asked to leave by itself
                 resize.fail(WorkerError(name, "it stays: all others of its pool were lost"))
 
     def _replace(self, pool: Pool, kinds: Kinds, reason: LaminaError, free: bool = False) -> None:
         self._replacements.add(pool, kinds, reason, self._control.liveness.awake_s, free)
 
-    def _start_offered(self, role: Role, kind: str) -> None:
-        """Start workers of other machines that want to join, once there are enough for a whole replica."""
-        fresh, waiting = (kind,) * together(role, self._pipeline), self._fabric.launcher.waiting(role)
-        if (found := self._replacements.pop_offered(role, fresh, waiting)) is not None:
+    def _fill_vacancies(self) -> None:
+        """Start replacements of lost replicas that workers of other machines belonged to, once enough agents wait."""
+        now = self._control.liveness.awake_s
+        while (found := self._replacements.pop_vacancy(self._fabric.launcher.waiting, now)) is not None:
             self._start(*found, None)
+
+    def _start_offered(self, pool: Pool, kind: str) -> None:
+        """Start workers of other machines that want to join, once there are enough for a whole replica.
+
+        Raises ConfigError if this cluster cannot have a prefill pool.
+        """
+        kinds = (kind,) * together(pool, self._pipeline)
+        if self._replacements.has_vacancy(pool) or self._fabric.launcher.waiting(pool) < kinds.count(REMOTE):
+            return
+        if pool == "prefill":
+            self._planner.require_roles()
+        # Fewer come than the pool is to have where lost workers are not replaced.
+        self.wanted[pool] = max(self.wanted[pool], self._coming_size(pool) + len(kinds))
+        self._start(pool, kinds, None)
 
     def _grant_wishes(self) -> None:
         """Let workers of other machines join and leave as they wish."""
         for wish in self._workers.wishes():
             try:
-                if wish.leaver and wish.role == "compute":
-                    require_single_workers(self._pipeline, "does not move to another machine")
                 if not wish.leaver:
-                    self._start_offered(wish.role, wish.kind)
+                    self._start_offered(wish.pool, wish.kind)
                 elif wish.leaver in self.topology.names and wish.leaver not in self._leaves.names:
-                    if wish.moves and wish.leaver not in self._moving:
-                        log.warning("the machine of %s is to end: it moves to another one", wish.leaver)
-                        self._moving.add(wish.leaver)
-                        self._start(self.topology.pool_of(wish.leaver), (wish.kind,), None)
-                    if self.topology.lacks([*self._leaves.names, wish.leaver]) is not None:
-                        raise ConfigError(f"{wish.leaver} stays: no other {wish.role} worker is left")
-                    self._leaves.validate_leave([wish.leaver], self.topology)
-                    self._leaves.begin_leave(wish.leaver, self.topology)
+                    self._let_leave(wish)
             except LaminaError as error:
                 log.warning("%s", error)
+
+    def _let_leave(self, wish: Wish) -> None:
+        """Begin to let a worker of another machine leave. Raises ConfigError if it has to stay."""
+        name, pool = wish.leaver, self.topology.pool_of(wish.leaver)
+        if role_of(pool) == "compute":
+            require_single_workers(self._pipeline, "does not move to another machine")
+        if wish.moves and name not in self._moving:
+            log.warning("the machine of %s is to end: it moves to another one", name)
+            self._moving.add(name)
+            self._start(pool, (wish.kind,), None)
+        if self.topology.lacks([*self._leaves.names, name]) is not None:
+            raise ConfigError(f"{name} stays: no other {role_of(pool)} worker is left")
+        self._leaves.validate_leave([name], self.topology)
+        self._leaves.begin_leave(name, self.topology)
+        if not wish.moves:
+            self.wanted[pool] -= 1
 
     # -- every turn of the engine
 
@@ -260,6 +311,7 @@ class Pools:
         """
         for pool, kinds in self._replacements.pop_due(self._control.liveness.awake_s):
             self._start(pool, kinds, None)
+        self._fill_vacancies()
         self._grant_wishes()
         sizes = self.topology.sizes
         coming = sum(max(0, count - sizes[pool] + self.leaving(pool)) for pool, count in self.wanted.items())
@@ -286,6 +338,8 @@ class Pools:
             if name in self._turning or name not in self.topology.names:
                 continue
             leavers = self.topology.whole_replicas([name])
+            if self.topology.lacks(leavers) is not None:  # the last replica runs prompts: all that decode were lost
+                continue
             following = self._left(leavers)
             if self._may_adopt(following):
                 others = following.names

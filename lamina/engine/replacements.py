@@ -2,18 +2,19 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from lamina.cluster.pool import REMOTE, Kinds, parse_computes, size
 from lamina.cluster.pool import kinds as kinds_of
 from lamina.config.engine_config import EngineConfig
 from lamina.control.liveness import Restarts
 from lamina.core.errors import LaminaError
-from lamina.core.topology import Pool, Role, Topology, role_of
+from lamina.core.topology import Pool, Role, Topology, may_run, role_of
 
 log = logging.getLogger(__name__)
 
 AWAIT_S = 600.0  # for another machine's worker to replace the last worker of a pool
+RETRY_S = 5.0  # before a replica with workers of other machines that has not started is started again
 
 
 class Replacements:
@@ -28,7 +29,7 @@ class Replacements:
         self.reasons: dict[Role, LaminaError] = {}
         self._restarts: Mapping[Role, Restarts] = {"compute": Restarts(max_restarts), "memory": Restarts(max_restarts)}
         self._due: list[tuple[float, Pool, Kinds]] = []  # when to start workers
-        self._vacant: list[tuple[Pool, Kinds]] = []  # lost replicas that workers of other machines belonged to
+        self._vacant: list[tuple[float, Pool, Kinds]] = []  # lost replicas with remote workers; when to start
         self._awaited: dict[Role, float] = {}  # until when a worker of another machine may replace a lost one
 
     def may_restart(self, role: Role) -> bool:
@@ -47,7 +48,7 @@ class Replacements:
         restarts = self._restarts[role]
         if REMOTE in kinds:
             self._awaited[role] = now + AWAIT_S
-            self.add_vacancy(pool, kinds)
+            self.add_vacancy(pool, kinds, now)
             log.warning("%s; another takes its place once enough workers of other machines come", reason)
             return
         at = now if free and restarts.most else restarts.next(now)
@@ -56,10 +57,11 @@ class Replacements:
         else:
             self._due.append((at, pool, kinds))
 
-    def add_vacancy(self, pool: Pool, kinds: Kinds) -> None:
-        """Record the kinds of a replica to start once enough workers of other machines want to join."""
+    def add_vacancy(self, pool: Pool, kinds: Kinds, at: float) -> None:
+        """Record the kinds of a replica to start once enough workers of other machines want to join, not before the
+        monotonic second ``at``."""
         if pool != "memory":
-            self._vacant.append((pool, kinds))
+            self._vacant.append((at, pool, kinds))
 
     def pop_due(self, now: float) -> list[tuple[Pool, Kinds]]:
         """Return what is to be started by ``now``."""
@@ -67,21 +69,20 @@ class Replacements:
         self._due = [one for one in self._due if one[0] > now]
         return due
 
-    def pop_offered(self, role: Role, fresh: Kinds, waiting: int) -> tuple[Pool, Kinds] | None:
-        """Return what to start for agents of other machines that wait; None if there are too few agents.
+    def has_vacancy(self, offered: Pool) -> bool:
+        """Return whether a lost replica waits for agents that offer workers of a pool."""
+        return any(may_run(offered, pool) for _, pool, _ in self._vacant)
 
-        Args:
-            role: Role of the workers that the agents may run.
-            fresh: Kinds of the workers to start if no lost replica has waited for agents.
-            waiting: Number of agents that wait.
+    def pop_vacancy(self, waiting: Callable[[Pool], int], now: float) -> tuple[Pool, Kinds] | None:
+        """Return the first lost replica to start again; None if too few agents of other machines wait.
+
+        ``waiting``: returns the number of agents that wait to run a worker of a pool.
         """
-        lost = next((one for one in self._vacant if role_of(one[0]) == role), None)
-        pool, kinds = lost or (role, fresh)
-        if waiting < kinds.count(REMOTE):
-            return None
-        if lost is not None:
-            self._vacant.remove(lost)
-        return pool, kinds
+        for place, (at, pool, kinds) in enumerate(self._vacant):
+            if at <= now and waiting(pool) >= kinds.count(REMOTE):
+                del self._vacant[place]
+                return pool, kinds
+        return None
 
     def count(self, pool: Pool) -> int:
         """Return how many workers of a pool this engine will start."""

@@ -5,7 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lamina.cluster.joining import Fabric
-from lamina.cluster.pool import Kinds, PoolChange
+from lamina.cluster.pool import CPU, Kinds, PoolChange
+from lamina.cluster.refusals import APART
 from lamina.core.errors import ConfigError
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import COMPUTE_POOLS, Pool, Topology, role_of
@@ -42,7 +43,7 @@ class ResizePlanner:
         topology: The current members.
         placement: The KV that memory workers hold.
         changing: Names of the members that leave or change their role.
-        joining: Number of workers of each pool that are joining.
+        coming: Number of workers of each pool that are joining or will be started.
         wanted: Target size of each pool.
     """
 
@@ -51,7 +52,7 @@ class ResizePlanner:
     topology: Topology
     placement: Placement
     changing: Collection[str]
-    joining: Mapping[Pool, int]
+    coming: Mapping[Pool, int]
     wanted: Mapping[Pool, int]
 
     def plan(self, changes: Mapping[Pool, PoolChange]) -> ResizePlan:
@@ -64,7 +65,7 @@ class ResizePlanner:
             if pool in changes:
                 self._require_whole_replicas(pool, changes[pool].count)
         if "prefill" in changes:
-            self._require_roles()
+            self.require_roles()
         leavers = {pool: self._leavers(pool, one) for pool, one in changes.items() if one.count < 0}
         turning = self._turners(changes, leavers)
         growths = {pool: one.count - [*turning.values()].count(pool) for pool, one in changes.items() if one.count > 0}
@@ -96,6 +97,20 @@ class ResizePlanner:
                 return dict.fromkeys(self._leavers(shrunk, PoolChange(-count)), grown)
         return {}
 
+    def unfinished_leaves(self, turning: Mapping[str, Pool]) -> dict[str, Pool]:
+        """Return the workers that an earlier engine was to let leave, with their pool: a pool has more workers than its
+        target size. ``turning``: the workers that change their role."""
+        leaving = dict[str, Pool]()
+        for pool, size in self.topology.sizes.items():
+            members = [name for name in self.topology.names if self.topology.pool_of(name) == pool]
+            going = sum(name in turning for name in members)
+            coming = [*turning.values()].count(pool)
+            each, least = together(pool, self.pipeline), self._least(pool)
+            spare = min(size - going + coming - self.wanted[pool], size - going - least) // each * each
+            if spare > 0:
+                leaving |= dict.fromkeys(self._leavers(pool, PoolChange(-spare)), pool)
+        return leaving
+
     def _require_whole_replicas(self, pool: Pool, count: int) -> None:
         workers = self.pipeline.workers
         if count % workers:
@@ -104,14 +119,11 @@ class ResizePlanner:
                 f"give {pool} a multiple of {workers}"
             )
 
-    def _require_roles(self) -> None:
+    def require_roles(self) -> None:
         """Raise ConfigError if this cluster cannot have a prefill pool."""
         pipeline, limits, config = self.pipeline, self.fabric.plan.limits, self.fabric.plan.config
-        if self.topology.local:
-            raise ConfigError(
-                "the KV of a prompt is in the memory of the replica that ran it, and stays there, so no other replica "
-                "can decode it; start with only memory workers, such as --memory cpu:1, to scale prefill"
-            )
+        if self.topology.local and not pipeline.lends:
+            raise ConfigError(f"{APART}; start with only memory workers, such as --memory cpu:1, to scale prefill")
         if config.pipelining == "rotational":
             raise ConfigError(
                 "rotating lanes visit all replicas, so none can be kept for prompts; start without --pipelining "
@@ -139,11 +151,13 @@ class ResizePlanner:
 
     def _check_growth(self, pool: Pool, kind: str, count: int) -> None:
         role = role_of(pool)
-        coming = sum(workers for one, workers in self.joining.items() if role_of(one) == role)
+        coming = sum(workers for one, workers in self.coming.items() if role_of(one) == role)
         same = sum(member.role == role and member.kind == kind for member in self.topology.members)
         self.fabric.launcher.validate_pool(role, kind, same + coming + count)
         if role == "memory":
             return
+        if self.pipeline.lends and self.pipeline.ranks > 1 and kind != CPU:
+            raise ConfigError(f"{APART}, while the replicas here attend for each other; let replicas of {CPU} join")
         replicas = (len(self.topology.computes) + coming + count) // self.pipeline.workers
         slices = len(self.fabric.memory_setup.attentions) + 1
         if self.pipeline.rotates and replicas > slices:

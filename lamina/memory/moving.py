@@ -25,7 +25,7 @@ import numpy.typing as npt
 from lamina.core.steps import Migration, StepPlan
 from lamina.core.topology import Epoch
 from lamina.dataplane.channel import first_use
-from lamina.dataplane.fetching import Piece
+from lamina.dataplane.fetching import FetchPiece
 from lamina.dataplane.leases import ARRIVED, FETCHED, STAGING_SLOTS, ArenaPlan, Lease
 from lamina.dataplane.slot import Outbox, Slot
 from lamina.dataplane.wire import migrated_pieces
@@ -165,7 +165,7 @@ class Migrations:
         layer, first, last = coming.pieces[coming.next]
         nbytes = (last - first) * self._store.attentions[layer].slab_bytes_per_token(self._store.element)
         keep = functools.partial(self._keep, coming, coming.next)
-        self._puller.add_piece(Piece(coming.migration.source, self._plan.staging(coming.next), nbytes, keep))
+        self._puller.add_piece(FetchPiece(coming.migration.source, self._plan.staging(coming.next), nbytes, keep))
         coming.next += 1
 
     def _keep(self, coming: _Move, number: int, content: memoryview) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.core.errors import DeadlineError
-from lamina.dataplane.fetching import Fetcher, FetchFrom, Piece
+from lamina.dataplane.fetching import Fetcher, FetchFrom, FetchPiece
 from lamina.dataplane.leases import ArenaPlan
 from lamina.dataplane.wire import pulled_pieces
 from lamina.memory.store import KvStore, StepTables
@@ -68,7 +68,7 @@ class Puller(Fetcher):
             slots = step.pulled_slots[first : first + piece.rows]
             place = start + first * nbytes
             kept = functools.partial(keep, slots)
-            self.add_piece(Piece(peer, place, piece.rows * nbytes, kept, step.door, step.plan.turn + layer))
+            self.add_piece(FetchPiece(peer, place, piece.rows * nbytes, kept, step.door, step.plan.turn + layer))
             first += piece.rows
 
     def wait(

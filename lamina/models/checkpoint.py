@@ -54,7 +54,9 @@ def read_checkpoint(path: Path) -> dict[str, TensorEntry]:
         )
     entries: dict[str, TensorEntry] = {}
     for shard in shards:
-        entries.update(_read_header(path / shard))
+        for name, entry in _read_header(path / shard).items():
+            if name not in entries or weight_map.get(name) == shard:  # several shards may hold it
+                entries[name] = entry
     lost = sorted(weight_map.keys() - entries.keys())
     if lost:
         raise ModelError(

@@ -20,7 +20,10 @@ DESCRIPTIONS = frozenset(
         *("special_tokens_map.json", "chat_template.jinja", INDEX),
     )
 )
-"""The files of a model besides its weights."""
+"""The files of a model besides its weights and its named chat templates."""
+
+NAMED_TEMPLATES = "additional_chat_templates"
+"""The folder of a model's chat templates that have names."""
 
 SPARE_NBYTES = 64 << 20  # bytes of the disk that must stay free
 _NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
@@ -64,7 +67,7 @@ def download(model: str, *, weights: bool) -> Path:
         return _cached(name, revision, why)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     try:
-        wanted = {file for file in sizes if file in DESCRIPTIONS}
+        wanted = {file for file in sizes if file in DESCRIPTIONS or file.startswith(f"{NAMED_TEMPLATES}/")}
         if weights:
             index = Path(hf_hub_download(name, INDEX, revision=info.sha)) if INDEX in sizes else None
             wanted |= _weight_files(model, sizes, index)

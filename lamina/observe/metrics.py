@@ -51,9 +51,14 @@ class Traffic:
 
 
 class Timing:
-    """Measures latencies of one HTTP request as its client reads it: a slow client counts as slow tokens."""
+    """Measures latencies of one HTTP request as its client reads it: a slow client counts as slow tokens.
+
+    Attributes:
+        first_token_s: Seconds from receiving the request to its first token; None before it.
+    """
 
     def __init__(self, traffic: Traffic) -> None:
+        self.first_token_s: float | None = None
         self._traffic = traffic
         self._begun = time.monotonic()
         self._last: dict[int, float] = {}  # by prompt: time of its latest update with tokens
@@ -67,6 +72,8 @@ class Timing:
             if (last := self._last.get(prompt)) is None:
                 traffic.prompt_tokens.inc(len(update.request.prompt_token_ids))
                 traffic.first_token.observe(now - self._begun)
+                if self.first_token_s is None:
+                    self.first_token_s = now - self._begun
             else:
                 traffic.between_tokens.observe((now - last) / most)
             self._last[prompt] = now

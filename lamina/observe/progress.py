@@ -38,7 +38,11 @@ def loading_progress(console: Console | None = None) -> "Iterator[OnProgress]":
     tasks: dict[str, TaskID] = {}
 
     def report(seconds: float) -> str:
-        each = [f"{name} {at.stage} {at.done} of {at.total}" for name, at in sorted(newest.items())]
+        each = [
+            f"{name} {at.stage}" + f" {at.done} of {at.total}" * (at.total > 1)
+            for name, at in sorted(newest.items())
+            if at.done < at.total
+        ]
         waited = f"after {seconds:.0f} s, workers are still starting"
         return ": ".join([waited, *([", ".join(each)] if each else [])])
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 
 from lamina.control.messages import StepDone
@@ -16,6 +17,7 @@ from lamina.schedule.lane import Remains
 from lamina.schedule.lane_choice import chooser
 from lamina.schedule.limits import Limits
 from lamina.schedule.pace import LEARN, Pace
+from lamina.schedule.plan_times import PlanTimes
 from lamina.schedule.policy import FIFO, Policy
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.suspects import NO_DEATHS, Deaths, Suspects, at_work, exposed, rows
@@ -96,7 +98,8 @@ class Turn:
         is_paused: Whether no step is planned, see ``pause``.
         busy_s: Seconds that compute workers have spent in slices so far.
         prefill_busy_s: Those of replicas that only run prompts.
-        between_s: Seconds of a step in which sequences decode, lately.
+        between_s: Seconds between the ends of two steps of a lane in which sequences decode, lately.
+        next_plan_at: When to call ``plan`` again although nothing has happened; inf: not before something happens.
     """
 
     def __init__(
@@ -144,6 +147,8 @@ class Turn:
         self.is_paused = False
         self._serves = True  # both roles have a worker
         self._depth = DEPTH if plan_ahead else 1
+        self._times = PlanTimes()  # of lanes that take requests over from prefill lanes
+        self.next_plan_at = math.inf
         self._answers = Answers()
         self._suspects = Suspects()
         self._chooser = chooser(pipeline)
@@ -164,6 +169,7 @@ class Turn:
         self.scheduler.hold_back(self._suspects.hold)
         self.in_flight.clear()
         self._answers = Answers()
+        self._times = PlanTimes()
         self._follow(topology)
         return dataclasses.replace(self.scheduler.end_epoch(topology), poison=poison, on_trial=on_trial)
 
@@ -227,10 +233,13 @@ class Turn:
         """
         plan = self.in_flight.pop(done.step)
         self.busy_s += done.busy_s
-        if self._pipeline.role(plan.lane) == "prefill":
+        role = self._pipeline.role(plan.lane)
+        if role == "decode" and plan.runs:
+            self._times.on_step_done(plan.lane)
+        if role == "prefill":
             self.prefill_busy_s += done.busy_s
         elif plan.decoding.sequences and done.rows:
-            latest_s = done.busy_s + done.waited_s
+            latest_s = max(done.busy_s + done.waited_s, done.busy_s * self._sharers(plan.lane))
             self.between_s += (LEARN if self.between_s else 1.0) * (latest_s - self.between_s)
         if self._pace is not None and done.rows:
             self._pace.on_step_done(plan, done.busy_s, done.waited_s)
@@ -244,6 +253,14 @@ class Turn:
             self._sequences = self.scheduler.sequences
             self._chooser.note_step(done.rows, len(plan.decoding.sequences), done.busy_s, done.waited_s)
         return self.scheduler.complete(plan.lane, plan.step)
+
+    def _sharers(self, lane: int) -> int:
+        """Return the number of decode lanes, ``lane`` included, whose slices one replica runs in turn."""
+        replicas = self._pipeline.replicas
+        if self._pipeline.role(lane) != "decode":
+            return 1
+        others = {plan.lane for plan in self.in_flight.values() if plan.decoding.sequences}
+        return len({one for one in others if one % replicas == lane % replicas} | {lane})
 
     @property
     def reviews_lanes(self) -> bool:
@@ -260,6 +277,8 @@ class Turn:
     def plan(self, now: float) -> Iterator[StepPlan]:
         """Yield the steps to send now; each is in flight once it is yielded. ``now`` is in seconds of any monotonic
         clock."""
+        self._times.set_time(now)
+        self.next_plan_at = math.inf
         if self._epoch_ends or self.is_paused or not self._serves:
             return
         if self._suspects.searching:
@@ -271,7 +290,18 @@ class Turn:
         scheduler.set_time(now)
         for steps in range(1, depth + 1):  # one step for each lane before a second one: lanes may share a prompt
             for lane in scheduler.plannable(depth):
-                if scheduler.in_flight(lane) < steps and (plan := scheduler.plan(lane)) is not None:
+                if scheduler.in_flight(lane) >= steps or self._is_early(lane, now):
+                    continue
+                if (plan := scheduler.plan(lane)) is not None:
                     self._answers.expect(plan)
                     self.in_flight[plan.step] = plan
+                    if plan.runs and self._pipeline.role(lane) == "decode":
+                        self._times.on_planned(lane, now)
                     yield plan
+
+    def _is_early(self, lane: int, now: float) -> bool:
+        """Return True if requests may still join the next step of a lane although the plan is made later."""
+        if self._pipeline.role(lane) != "decode" or (due := self._times.due(lane)) <= now:
+            return False
+        self.next_plan_at = min(self.next_plan_at, due)
+        return True

@@ -33,6 +33,7 @@ def install(app: FastAPI, engine: Runtime, owner: int | None) -> None:
     async def scale(request: Request) -> Response:
         """Add or remove workers, as {"memory": "cpu:+2", "compute": "-1"}; answers once they have joined or left.
 
+        {"memory": "3"} adds or removes as many as the pool needs to have 3.
         {"prefill": "+1", "compute": "-1"} changes the role of a replica instead.
         """
         _authorize(request)

@@ -1,9 +1,10 @@
 """The OpenAI-compatible HTTP application for one engine."""
 
+import asyncio
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -33,16 +34,28 @@ from lamina.serve.openapi import CHAT_PATH, COMPLETIONS_PATH, DETOKENIZE_PATH, T
 from lamina.serve.request_log import RequestLog
 from lamina.serve.requests import GenerationRequest, read_chat, read_completion, require_model
 from lamina.serve.responses_api import RESPONSES_PATH, ResponsesWriter, read_response
+from lamina.serve.tracing import Tracing
 from lamina.text.prompts import check_tokens, encode_prompt
 
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
-def create_app(engine: Runtime, owner: int | None = None, config: ServerConfig = DEFAULTS) -> ASGIApp:
+
+def create_app(
+    engine: Runtime,
+    owner: int | None = None,
+    config: ServerConfig = DEFAULTS,
+    traces: "TracerProvider | None" = None,
+    closing: asyncio.Event | None = None,
+) -> ASGIApp:
     """Build the application.
 
     Args:
         engine: What answers; the caller closes it.
         owner: The process that SIGTERM stops the server in, for ``POST /admin/stop``; None: it cannot be stopped so.
         config: Keys, limits and origins.
+        traces: Records spans of requests; None: nothing does.
+        closing: Set once the server stops, which ends the streams of dashboards.
     """
     # No docs pages: they load from a CDN.
     app = FastAPI(title="Lamina", version=lamina.__version__, docs_url=None, redoc_url=None)
@@ -54,11 +67,12 @@ def create_app(engine: Runtime, owner: int | None = None, config: ServerConfig =
 
     _install_answers(app, engine, metrics.traffic, intake)
     _install_models(app, engine)
-    monitoring.install(app, engine, metrics)
+    monitoring.install(app, engine, metrics, closing or asyncio.Event())
     _install_tokens(app, engine, intake)
     admin.install(app, engine, owner)
     app.openapi = functools.partial(interface, app, engine)  # type: ignore[method-assign]
-    return RequestLog(app, config.access_log)  # around all else, so that it also sees answers to unexpected errors
+    inner: ASGIApp = app if traces is None else Tracing(app, traces, engine.model_name, config.root_path)
+    return RequestLog(inner, config.access_log)  # around all else, so that it also sees answers to unexpected errors
 
 
 def _install_answers(app: FastAPI, engine: Runtime, traffic: Traffic, intake: Intake) -> None:

@@ -19,11 +19,11 @@ from lamina.config.environment import environment
 from lamina.config.server_config import ServerConfig
 from lamina.core.errors import ConfigError
 from lamina.serve.http_errors import RETRY_AFTER_S, APIError
-from lamina.serve.monitoring import FILES, LANES_PATH, STATE_PATH
+from lamina.serve.monitoring import EVENTS_PATH, FILES, LANES_PATH, STATE_PATH
 
 OPEN = frozenset(("/health", "/ping", "/version", *FILES))
 """Paths that need no key: load balancers ask them, and pages hold nothing secret."""
-MONITORING = frozenset(("/metrics", "/placement", "/load", STATE_PATH, LANES_PATH))
+MONITORING = frozenset(("/metrics", "/placement", "/load", STATE_PATH, LANES_PATH, EVENTS_PATH))
 """Paths that need ``LAMINA_METRICS_KEY`` if that is set, and no key otherwise."""
 ADMIN = "/admin/"
 """Paths that check ``LAMINA_ADMIN_KEY`` themselves."""
@@ -43,7 +43,9 @@ def api_keys(config: ServerConfig) -> list[str]:
             lines = Path(config.api_key_file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise ConfigError(f"cannot read api_key_file '{config.api_key_file}': {why}") from None
+            raise ConfigError(
+                f"cannot read api_key_file '{config.api_key_file}': {why}; give a file with a key on each line"
+            ) from None
         keys += [line for line in lines if not line.startswith("#")]
     found = list(dict.fromkeys(stripped for key in keys if (stripped := key.strip())))
     if not found and (config.api_key is not None or config.api_key_file is not None):

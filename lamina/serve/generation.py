@@ -34,7 +34,15 @@ MakeWriter = Callable[[GenerationRequest, str], AnswerWriter]
 
 
 class Generation:
-    """One HTTP request in progress: its prompts run in the engine until it is answered or its client leaves."""
+    """One HTTP request in progress: its prompts run in the engine until it is answered or its client leaves.
+
+    Attributes:
+        wanted: The request.
+        model: The model's name in its answer.
+        usage: Its token counts so far.
+        timing: When its tokens came.
+        failed: The HTTP status of an error that has ended its stream; None if none has.
+    """
 
     def __init__(
         self,
@@ -44,11 +52,12 @@ class Generation:
         outputs: AsyncOutputs,
         timing: Timing,
     ) -> None:
+        self.wanted, self.model, self.timing = wanted, engine.model_name, timing
+        self.usage = Usage({index: len(prompt) for index, prompt in enumerate(wanted.prompts)})
+        self.failed: int | None = None
         self._writer = writer
         self._outputs = outputs
         self._sent = Sent(engine.tokenizer, wanted)
-        self._timing = timing
-        self._usage = Usage({index: len(prompt) for index, prompt in enumerate(wanted.prompts)})
 
     async def answer(self, request: Request) -> Response:
         """Return the complete answer; cancel the engine's requests and raise ClientDisconnect if the client leaves."""
@@ -67,10 +76,16 @@ class Generation:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return StreamingResponse(self._events(), 200, headers, "text/event-stream", close)
 
+    def _receive(self, prompt: int, update: RequestUpdate) -> None:
+        """Count an update, without tokens that are not wanted."""
+        self.timing.observe(prompt, update)
+        if self.wanted.echoes_alone:
+            update.drop_answers()
+        self.usage.count(prompt, update)
+
     async def _read_all(self, gathered: dict[int, RequestUpdate]) -> None:
         async for prompt, update in self._outputs:
-            self._timing.observe(prompt, update)
-            self._usage.count(prompt, update)
+            self._receive(prompt, update)
             if prompt in gathered:
                 gathered[prompt].extend(update)
             else:
@@ -89,7 +104,7 @@ class Generation:
             long = update.positions > MOST_POSITIONS
             while (choice := await asyncio.to_thread(self._next, pieces) if long else self._next(pieces)) is not None:
                 yield choice
-        yield self._writer.end_answer(self._usage)
+        yield self._writer.end_answer(self.usage)
 
     def _next(self, pieces: Iterator[Piece]) -> bytes | None:
         """Return the next piece as JSON; None after the last."""
@@ -100,28 +115,25 @@ class Generation:
         writer = self._writer
         async with self._outputs:
             try:
-                if opening := writer.begin_stream(self._usage):
+                if opening := writer.begin_stream(self.usage):
                     yield opening
                 async for prompt, update in self._outputs:
-                    self._timing.observe(prompt, update)
-                    self._usage.count(prompt, update)
+                    self._receive(prompt, update)
                     _check(update)
                     pieces = self._sent.advance(prompt, update)
                     # One event for all completions, unless many tokens are buffered for a slow client.
                     long = update.positions > MOST_POSITIONS
                     at_once = 1 if long else len(update.completions)
                     while batch := list(itertools.islice(pieces, at_once)):
-                        if events := writer.write_events(batch, self._usage):
+                        if events := writer.write_events(batch, self.usage):
                             yield events
                         if long:
                             await asyncio.sleep(0)  # let other requests run
-                yield writer.end_stream(self._usage)
+                yield writer.end_stream(self.usage)
             except (LaminaError, APIError) as error:
-                yield writer.fail_stream(as_api_error(error))
-
-    def figures(self) -> str:
-        """Return tokens and finish reasons, for the log."""
-        return self._usage.figures()
+                failure = as_api_error(error)
+                self.failed = failure.status
+                yield writer.fail_stream(failure)
 
 
 async def respond(
@@ -137,7 +149,7 @@ async def respond(
     timing = Timing(traffic)
     outputs = await AsyncOutputs.submit(engine, uuid.uuid4().hex, prompts, params, _client(request), most_unread)
     generation = Generation(engine, make_writer(wanted, engine.model_name), wanted, outputs, timing)
-    request.state.figures = generation.figures
+    request.state.generation = generation
     response = generation.stream() if wanted.stream else await generation.answer(request)
     response.headers.update(ignored_header(wanted.ignored))
     return response

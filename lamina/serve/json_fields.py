@@ -106,8 +106,12 @@ def _surrogates(body: bytes) -> str:
     return f"; is {found[0].decode()} half of a surrogate pair?" if found else ""
 
 
-def plain_text(place: str, content: Any, kinds: Collection[str], param: str) -> str:
-    """Return the text of a string, or of a list of parts of these ``kinds``. Raises APIError 400 for anything else."""
+def text_content(place: str, content: Any, kinds: Collection[str], param: str) -> str | list[dict[str, Any]]:
+    """Return the content of a chat's message for a string, or for a list of parts of these ``kinds``.
+
+    Raises:
+        APIError: 400 for anything else.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -116,7 +120,8 @@ def plain_text(place: str, content: Any, kinds: Collection[str], param: str) -> 
         if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise APIError(400, f"{place} has a part of type {kind!r}, which is not supported; give text", param=param)
-    return "\n".join(part["text"] for part in content)
+    texts: list[str] = [part["text"] for part in content]
+    return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
 
 
 def ignored_names(names: Iterable[str], known: Collection[str], prefix: str = "") -> list[str]:
@@ -217,6 +222,7 @@ _NULL = msgspec.Raw(b"null")
 class _Part(msgspec.Struct, gc=False, omit_defaults=True):
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class _Message(msgspec.Struct, forbid_unknown_fields=True):

@@ -13,7 +13,7 @@ from lamina.engine.streams import Runtime
 from lamina.serve.answers import Block, BlockWriter, Change, Json, Usage, event, new_call_id
 from lamina.serve.bodies import ChatBody
 from lamina.serve.http_errors import APIError, as_api_error
-from lamina.serve.json_fields import decode_field, plain_text
+from lamina.serve.json_fields import decode_field, text_content
 from lamina.serve.requests import GenerationRequest, chat_generation
 from lamina.text.tools import NamedFunction, NamedTool, ToolChoice
 
@@ -64,7 +64,7 @@ def read_messages(engine: Runtime, raw: bytes, counting: bool = False) -> Genera
         raise APIError(400, "max_tokens: Field required", param="max_tokens")
     messages: list[Json] = []
     if body.system:
-        messages.append({"role": "system", "content": plain_text("system", body.system, _TEXTS, "system")})
+        messages.append({"role": "system", "content": text_content("system", body.system, _TEXTS, "system")})
     for index, message in enumerate(body.messages):
         messages += _translated(f"messages[{index}].content", message)
     sampling: dict[str, Any] = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
@@ -112,13 +112,13 @@ def _translated(place: str, message: _Message) -> list[Json]:
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
-            content = plain_text(place, block.get("content") or [], _TEXTS, place)
+            content = text_content(place, block.get("content") or [], _TEXTS, place)
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
         elif kind in ("thinking", "redacted_thinking"):
             thoughts.append(str(block.get("thinking", "")))
         else:
             texts.append(block)
-    own: Json = {"role": message.role, "content": plain_text(place, texts, _TEXTS, place)}
+    own: Json = {"role": message.role, "content": text_content(place, texts, _TEXTS, place)}
     if calls:
         own["tool_calls"] = calls
     if thoughts:

@@ -55,10 +55,10 @@ class RequestLog:
 
 
 def _log(scope: Scope, status: int, seconds: float) -> None:
-    figures: Callable[[], str] | None = scope.get("state", {}).get("figures")
+    generation = scope.get("state", {}).get("generation")
     host, port = scope.get("client") or ("-", 0)
     path = scope["raw_path"].decode("ascii", "backslashreplace")
-    said = figures() if figures else ""
+    said = "" if generation is None else generation.usage.figures()
     fields = {
         "client": f"{host}:{port}",
         "method": scope["method"],

@@ -10,7 +10,7 @@ from lamina.engine.streams import Runtime
 from lamina.serve.answers import Block, BlockWriter, Change, Json, Usage, event, new_call_id
 from lamina.serve.bodies import ChatBody, JsonSchema, ResponseFormat
 from lamina.serve.http_errors import APIError
-from lamina.serve.json_fields import decode_field, plain_text
+from lamina.serve.json_fields import decode_field, text_content
 from lamina.serve.requests import GenerationRequest, chat_generation
 from lamina.text.tools import NamedFunction, NamedTool, ToolChoice
 
@@ -116,9 +116,13 @@ def _add_item(messages: list[Json], place: str, item: Json) -> None:
     kind = item.get("type", "message")
     if kind == "message":
         role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
-        messages.append({"role": role, "content": plain_text(f"{place}.content", item.get("content"), _TEXTS, "input")})
+        content = text_content(f"{place}.content", item.get("content"), _TEXTS, "input")
+        if role == "assistant" and messages and messages[-1].get("content", "") is None:
+            messages[-1]["content"] = content  # of the turn that reasoning or calls have begun
+        else:
+            messages.append({"role": role, "content": content})
     elif kind == "function_call_output":
-        content = plain_text(f"{place}.output", item.get("output"), _TEXTS, "input")
+        content = text_content(f"{place}.output", item.get("output"), _TEXTS, "input")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     elif kind in ("function_call", "reasoning"):
         if not messages or messages[-1]["role"] != "assistant":

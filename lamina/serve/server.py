@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -22,6 +23,10 @@ from lamina.serve.connections import logger as connections_logger
 from lamina.serve.gate import tls_context
 from lamina.serve.http_errors import first_line
 from lamina.serve.request_log import OncePer
+from lamina.serve.tracing import close, provider_from_environment
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +82,16 @@ class _Server(uvicorn.Server):
     """uvicorn's server, which also ends when the engine stops; ``died`` then holds the engine's error."""
 
     def __init__(
-        self, config: uvicorn.Config, engine: Runtime, on_ready: Callable[[], None], settings: ServerConfig
+        self,
+        config: uvicorn.Config,
+        engine: Runtime,
+        on_ready: Callable[[], None],
+        settings: ServerConfig,
+        traces: "TracerProvider | None",
+        closing: asyncio.Event,
     ) -> None:
         super().__init__(config)
+        self._traces, self._closing = traces, closing
         self._grace_s, self._tls = settings.shutdown_timeout, tls_context(settings)
         self._engine = engine
         self._on_ready = on_ready
@@ -116,6 +128,7 @@ class _Server(uvicorn.Server):
             super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._closing.set()
         for task in self._accepting:
             task.cancel()
         ending = asyncio.create_task(self._end_answers())
@@ -123,11 +136,14 @@ class _Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             ending.cancel()
+            if self._traces is not None:
+                await asyncio.to_thread(close, self._traces)
 
     async def _end_answers(self) -> None:
         """After the shutdown timeout or a second signal, close the engine, which ends open answers with an error."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._grace_s
+        await asyncio.sleep(POLL_S)  # the streams of dashboards end first
         if self._answers and not self._hurry:
             log.warning(
                 "%d open answers have %d s to finish; press Ctrl-C again to end them now", self._answers, self._grace_s
@@ -189,8 +205,9 @@ def make_server(
     engine: Runtime, on_ready: Callable[[], None], owner: int | None = None, config: ServerConfig = DEFAULTS
 ) -> _Server:
     """Build the server that ``serve`` runs. ``owner``: see ``serve_in_loop``."""
+    traces, closing = provider_from_environment(), asyncio.Event()
     uvicorns = uvicorn.Config(
-        create_app(engine, owner or os.getpid(), config),
+        create_app(engine, owner or os.getpid(), config, traces, closing),
         log_config=None,
         access_log=False,
         http="h11",
@@ -203,4 +220,4 @@ def make_server(
         target = logging.getLogger(name)
         if not any(isinstance(each, OncePer) for each in target.filters):
             target.addFilter(OncePer())
-    return _Server(uvicorns, engine, on_ready, config)
+    return _Server(uvicorns, engine, on_ready, config, traces, closing)

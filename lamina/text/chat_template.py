@@ -3,15 +3,16 @@
 import contextlib
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import jinja2.utils
 
 from lamina.core.errors import RequestError
 
@@ -20,6 +21,11 @@ DEFAULT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
 """Used when a model has no template: one ``role: content`` line per message, then ``assistant:``."""
+
+Parts = Literal["joined", "single", "given"]
+"""Form of a content of several text parts: their text; a list with one part that has their text; the list as given."""
+
+_PROBE = "lamina-probe"
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -60,9 +66,10 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt for ``messages``, OpenAI style: role, and content as a string or a list of text parts.
 
-        Templates get what transformers gives them, with the arguments of tool calls as objects. If a template fails on
-        that, it is rendered again with an empty string for missing content, and then with arguments as JSON text, which
-        some templates concatenate.
+        Templates get what transformers gives them, with the arguments of tool calls as objects. A template that does
+        not read lists of parts gets the texts of the parts, joined by line breaks. If a template fails, it is rendered
+        again with an empty string for missing content, and then with arguments as JSON text, which some templates
+        concatenate.
 
         Args:
             tools: the functions that the model may call, OpenAI style.
@@ -74,21 +81,22 @@ class ChatTemplate:
         """
         if tools and not self._uses_tools:
             raise RequestError("the model's chat template has no place for tools; describe them in a message instead")
+        if isinstance(messages, str):
+            raise RequestError('messages is a text; give a list such as [{"role": "user", "content": "..."}]')
         for index, message in enumerate(messages):
             check_message(index, message)
         if not messages:
             raise RequestError("messages is empty; give at least one message")
+        if continue_final_message:
+            messages = [*messages[:-1], _with_tag(messages[-1])]
         render = functools.partial(self._render, messages, tools, add_generation_prompt, variables or {})
         try:
-            return _cut_after(render(), messages[-1]) if continue_final_message else render()
+            prompt = _render_parts(render, messages)
         except RequestError:
             raise
         except Exception as error:  # a template is a program from the model's author: it may raise anything
-            if any(message.get("tool_calls") for message in messages):
-                for as_text in (False, True):
-                    with contextlib.suppress(Exception):
-                        return render(fill_content=True, arguments_as_text=as_text)
-            raise RequestError(f"the model's chat template refuses these messages: {error}") from error
+            prompt = _render_calls(render, messages, error)
+        return _cut_at_tag(prompt) if continue_final_message else prompt
 
     def _render(
         self,
@@ -98,24 +106,91 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         fill_content: bool = False,
         arguments_as_text: bool = False,
+        parts: Parts = "joined",
     ) -> str:
         given = {"documents": None, **variables, **self._special_tokens}
+        plain = [_plain_message(message, fill_content, arguments_as_text) for message in messages]
+        for message in plain:
+            if "content" in message:
+                message["content"] = self._content(message["content"], parts)
         return self._template.render(
             given,
-            messages=[_plain_message(message, fill_content, arguments_as_text) for message in messages],
+            messages=plain,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
         )
 
+    def _content(self, content: str | list[Any], parts: Parts) -> str | list[Any]:
+        if self._reads_parts_alone and isinstance(content, str):
+            return _single(content)
+        if isinstance(content, str):
+            return content
+        if parts == "given" or self._reads_parts_alone:
+            return [part if part["type"] == "text" else _single(_text_of(part))[0] for part in content]
+        text = joined_text(content)
+        return text if parts == "joined" else _single(text)
 
-def _cut_after(prompt: str, message: Mapping[str, Any]) -> str:
-    """Return the prompt up to the end of the content of its last message."""
+    @functools.cached_property
+    def _reads_parts_alone(self) -> bool:
+        """Whether the template leaves out contents that are texts, and shows those that are lists of parts."""
+
+        def shows(content: str | list[Any]) -> bool:
+            message = {"role": "user", "content": content}
+            with contextlib.suppress(Exception):  # such as a refusal of conversations without a system message
+                return _PROBE in self._template.render(self._special_tokens, messages=[message], tools=None)
+            return False
+
+        return not shows(_PROBE) and shows(_single(_PROBE))
+
+
+def _single(text: str) -> list[Any]:
+    return [{"type": "text", "text": text}]
+
+
+def _render_parts(render: Callable[..., str], messages: Sequence[Mapping[str, Any]]) -> str:
+    """Render with lists of parts as given if the template reads lists: it renders one part like that part's text."""
+    joined = render()
+    if any(isinstance(content := message.get("content"), list) and len(content) > 1 for message in messages):
+        with contextlib.suppress(Exception):  # a template that takes only texts fails in its own way
+            if render(parts="single") == joined:
+                return render(parts="given")
+    return joined
+
+
+def _render_calls(render: Callable[..., str], messages: Sequence[Mapping[str, Any]], error: Exception) -> str:
+    """Render in other forms messages with tool calls, on which a template has failed with ``error``."""
+    if any(message.get("tool_calls") for message in messages):
+        for as_text in (False, True):
+            with contextlib.suppress(Exception):
+                return render(fill_content=True, arguments_as_text=as_text)
+    raise RequestError(f"the model's chat template refuses these messages: {error}") from error
+
+
+_TAG = "LAMINA-CONTINUES-HERE "
+"""Marks the end of the content that an answer continues. Templates that strip contents strip its space."""
+
+
+def _with_tag(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with the tag at the end of its content."""
     content = message.get("content")
-    text = joined_text(content) if isinstance(content, list) else content or ""
-    for form in (text, text.strip()):  # many templates strip what they repeat
-        if form and (place := prompt.rfind(form)) >= 0:
-            return prompt[: place + len(form)]
-    raise RequestError("continue_final_message needs a last message whose content the chat template repeats")
+    if isinstance(content, str):
+        return {**message, "content": content + _TAG}
+    if not content:
+        raise _not_continued()
+    *before, last = content
+    return {**message, "content": [*before, *_single(_text_of(last) + _TAG)]}
+
+
+def _cut_at_tag(prompt: str) -> str:
+    """Return the prompt up to the tag, as transformers does: where it was stripped, so is the text before it."""
+    place = prompt.rfind(_TAG.strip())
+    if place < 0:
+        raise _not_continued()
+    return prompt[:place] if prompt.startswith(_TAG, place) else prompt[:place].rstrip()
+
+
+def _not_continued() -> RequestError:
+    return RequestError("continue_final_message needs a last message whose content the chat template repeats")
 
 
 MAY_LACK_CONTENT = ("assistant", "tool", "function")
@@ -165,10 +240,7 @@ def _plain_message(message: Mapping[str, Any], fill_content: bool, arguments_as_
     plain = {key: value for key, value in message.items() if value is not None}
     if calls := plain.pop("tool_calls", None):
         plain["tool_calls"] = [_plain_call(call, arguments_as_text) for call in calls]
-    content = plain.get("content")
-    if isinstance(content, list):
-        plain["content"] = joined_text(content)
-    elif content is None and (fill_content or not (calls or "function_call" in plain)):
+    if "content" not in plain and (fill_content or not (calls or "function_call" in plain)):
         plain["content"] = ""
     reasoning = next((plain[key] for key in REASONING if key in plain), None)
     if reasoning is not None:
@@ -195,10 +267,15 @@ def joined_text(parts: Sequence[Any]) -> str:
     return "\n".join(map(_text_of, parts))
 
 
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""By type of a part with text: the key of its text."""
+
+
 def _text_of(part: Any) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get(_TEXTS[kind]) if isinstance(kind, str) and isinstance(part, Mapping) and kind in _TEXTS else None
+    if isinstance(text, str):
+        return text
     raise RequestError(f"a content part of type {kind!r} is not supported; give text parts")
 
 
@@ -209,7 +286,39 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
     return environment
+
+
+class _Dict:
+    """Jinja's ``dict`` without the attributes of the class. As in transformers, since templates are not trusted."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's ``namespace`` without names that Python reads. As in transformers."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may name an attribute ``self``
+        own, args = args[0], args[1:]
+        given = dict(*args, **kwargs)
+        for name in given:
+            _require_plain_name(name)
+        jinja2.utils.Namespace.__init__(own, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _require_plain_name(name)
+        super().__setitem__(name, value)
+
+
+def _require_plain_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace has no attribute {name!r}; rename it")
 
 
 def _tojson(

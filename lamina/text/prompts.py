@@ -102,6 +102,16 @@ def check_tokens(tokens: Sequence[int], vocab_size: int, tokenizer: Tokenizer) -
             raise RequestError(f"token id {token} is outside the vocabulary of {vocab_size} tokens; {remedy}")
 
 
+def check_token_params(params: SamplingParams, vocab_size: int, tokenizer: Tokenizer) -> None:
+    """Raise RequestError for a token id in the parameters that no answer can have."""
+    check_tokens(params.forced_token_ids, vocab_size, tokenizer)
+    for name, tokens in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids)):
+        try:
+            check_tokens([*(tokens or ())], vocab_size, tokenizer)
+        except RequestError as error:
+            raise RequestError(f"{name}: {error}") from error
+
+
 def chat_prompt(
     tokenizer: Tokenizer,
     messages: Sequence[Message],

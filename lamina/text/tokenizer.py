@@ -3,6 +3,7 @@
 import codecs
 import itertools
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,10 +14,13 @@ import tokenizers
 from lamina.core.errors import ModelError, RequestError
 from lamina.core.types import ChatSettings
 from lamina.models.directory import TOKENIZER, TOKENIZER_CONFIG, ModelDirectory, read_json
+from lamina.models.hub import NAMED_TEMPLATES
 
 if TYPE_CHECKING:
     from lamina.text.chat_format import ChatFormat
     from lamina.text.chat_template import ChatTemplate
+
+log = logging.getLogger(__name__)
 
 _NFC_SHRINKS = 9
 """A text has at most 9 times the bytes of its NFC: its NFD has at most 3 times those of the NFC (Unicode's FAQ on
@@ -99,6 +103,7 @@ def _falls_back_to_bytes(model: Any) -> bool:
 
 
 CHAT_TEMPLATE = "chat_template.jinja"
+_DEFAULT, _TOOL_USE = "default", "tool_use"  # names of chat templates
 _IDS = 1 << 32  # the library's ids have 32 bits
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # a decoder's output for bytes that do not form a character
 _PROMPT_CONTEXT = 16  # tokens of the prompt decoded before the first generated one
@@ -133,7 +138,8 @@ class Tokenizer:
         config_file = directory.path / TOKENIZER_CONFIG
         config = read_json(config_file) if config_file.is_file() else {}
         self._special_tokens = _special_tokens(config)
-        self._own_template = _chat_template(directory.path, config)
+        self._own_templates = _chat_templates(directory.path, config)
+        self._compiled: dict[str, ChatTemplate] = {}
         self.chat_settings = chat or ChatSettings()
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_texts = {token_id: token.content for token_id, token in added.items() if token.special}
@@ -241,38 +247,58 @@ class Tokenizer:
     ) -> str:
         """Return the prompt for a conversation, by the model's template or else ``chat_template.DEFAULT_TEMPLATE``.
 
+        If a model has several templates, the one for tools is used with tools, else the default, as in transformers.
+
         Args:
             variables: Further variables of the template.
             continue_final_message: End with the last message's content, which the answer continues.
 
         Raises:
-            RequestError: the template is invalid or uses no tools, a message is malformed, or the template rejects it.
+            RequestError: the template is invalid or uses no tools, a message is malformed, or the template rejects it;
+                or the model has several templates and none of them is the default.
         """
-        return self._chat_template.render(messages, add_generation_prompt, tools, variables, continue_final_message)
+        name = _TOOL_USE if tools and _TOOL_USE in self._templates else _DEFAULT
+        template = self._compiled.get(name)
+        if template is None:
+            template = self._compiled[name] = self._compile(name)
+        return template.render(messages, add_generation_prompt, tools, variables, continue_final_message)
 
     @cached_property
     def chat_format(self) -> "ChatFormat":
         """How the model writes tool calls and reasoning."""
         from lamina.text.chat_format import ChatFormat
 
-        return ChatFormat.choose(self.chat_settings, self._template_source)
+        return ChatFormat.choose(self.chat_settings, "\n".join(self._templates.values()))
 
-    @property
-    def _template_source(self) -> str:
+    @cached_property
+    def _templates(self) -> Mapping[str, str]:
+        """The sources of the templates, by name."""
         from lamina.text.chat_template import DEFAULT_TEMPLATE
 
-        return self.chat_settings.template or self._own_template or DEFAULT_TEMPLATE
+        if self.chat_settings.template:
+            return {_DEFAULT: self.chat_settings.template}
+        if not self._own_templates:
+            log.warning(
+                'the model has no chat template: messages become lines of "role: content", which few models were '
+                "trained on; give a template as --chat-template FILE"
+            )
+        return self._own_templates or {_DEFAULT: DEFAULT_TEMPLATE}
 
     @cached_property
     def most_bytes_per_token(self) -> int | None:
         """Result of the function ``most_bytes_per_token`` for this tokenizer."""
         return most_bytes_per_token(self._tokenizer)
 
-    @cached_property
-    def _chat_template(self) -> "ChatTemplate":
+    def _compile(self, name: str) -> "ChatTemplate":
         from lamina.text.chat_template import ChatTemplate  # saves 20% of the time to import the SDK
 
-        return ChatTemplate(self._template_source, self._special_tokens)
+        source = self._templates.get(name)
+        if source is None:
+            raise RequestError(
+                f"the model has chat templates named {', '.join(sorted(self._templates))}, but none named {name}; give "
+                "one with --chat-template"
+            )
+        return ChatTemplate(source, self._special_tokens)
 
 
 class IncrementalDetokenizer:
@@ -422,11 +448,14 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the model's template, from its own file or tokenizer_config.json (where there may be several, by name)."""
+def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the model's templates by name: those in files of their own, or else those in tokenizer_config.json."""
+    files = {file.name.removesuffix(".jinja"): file for file in (path / NAMED_TEMPLATES).glob("*.jinja")}
     if (path / CHAT_TEMPLATE).is_file():
-        return (path / CHAT_TEMPLATE).read_text(encoding="utf-8")
+        files[_DEFAULT] = path / CHAT_TEMPLATE
+    if files:
+        return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     template = config.get("chat_template")
     if isinstance(template, list):
-        return next((entry["template"] for entry in template if entry.get("name") == "default"), None)
-    return template if isinstance(template, str) else None
+        return {entry["name"]: entry["template"] for entry in template}
+    return {_DEFAULT: template} if isinstance(template, str) else {}

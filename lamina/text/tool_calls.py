@@ -82,6 +82,25 @@ class WithoutReasoning:
         return [event for event in self._parser.flush() if not isinstance(event, Reasoning)]
 
 
+class FirstCall:
+    """Leaves out all tool calls but the first that another parser finds."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+
+    def append(self, text: str) -> list[Event]:
+        """Return what further text adds."""
+        return [event for event in self._parser.append(text) if not _is_further_call(event)]
+
+    def flush(self) -> list[Event]:
+        """Return what was held back."""
+        return [event for event in self._parser.flush() if not _is_further_call(event)]
+
+
+def _is_further_call(event: Event) -> bool:
+    return isinstance(event, CallBegins | CallArguments) and event.index > 0
+
+
 _Reader = Generator[None, str, None]
 """Gets the characters of a text one by one."""
 
@@ -94,6 +113,7 @@ class _CallObject:
     Attributes:
         raw: Text read so far.
         name: Name of the function, once it has been read.
+        keys: Keys of the members read so far, that of a value still being read included.
         done: True once the object has ended.
         failed: True if the text is not such an object.
     """
@@ -102,6 +122,7 @@ class _CallObject:
         """``name``: the function, if only its arguments follow."""
         self.raw = ""
         self.name = name
+        self.keys = set[str]()
         self.done = self.failed = False
         self._arguments = ""  # not returned yet
         self._had_arguments = False
@@ -137,6 +158,7 @@ class _CallObject:
             if char == '"':
                 text, _ = yield from self._read_value(char)
                 key = str(_loaded(text))
+                self.keys.add(key)
                 self.failed = (yield from _next()) != ":"
                 text, char = yield from self._read_value((yield from _next()), stream=key in _ARGUMENTS)
                 self._add_member(key, text)
@@ -219,8 +241,11 @@ class _Calls:
     begin = ""
     """The marker before a call."""
 
+    end = ""
+    """The marker after a call, which is left out."""
+
     noise: tuple[str, ...] = ()
-    """Markers around calls that are left out."""
+    """Further markers around calls that are left out. They must be special tokens, which content never has."""
 
     def __init__(self) -> None:
         self._rest = ""
@@ -229,6 +254,7 @@ class _Calls:
         self._index = -1
         self._call = _CallObject()
         self._announced = False
+        self._after_a_call = False
 
     def append(self, text: str) -> list[Event]:
         self._rest += text
@@ -239,9 +265,9 @@ class _Calls:
 
     def flush(self) -> list[Event]:
         """Return text that was held back as content; the beginning of an announced call is dropped."""
-        if self._state == self._in_content:
+        if self._state != self._in_call:
             self._add_content(self._rest)
-        elif self._call.raw and not self._announced and not self._call.done:
+        elif self._call.raw and not self._announced:
             self._events.append(Content(self._call.raw))
         self._rest = ""
         events, self._events = self._events, []
@@ -250,9 +276,10 @@ class _Calls:
     def _add_content(self, text: str) -> None:
         for marker in self.noise:
             text = text.replace(marker, "")
-        if self._index >= 0 and not text.strip():
-            return  # white space between calls
+        if self._after_a_call:  # white space between calls is no content
+            text = text.lstrip()
         if text:
+            self._after_a_call = False
             self._events.append(Content(text))
 
     def _in_content(self) -> bool:
@@ -274,13 +301,16 @@ class _Calls:
     def _in_call(self) -> bool:
         call = self._call
         self._rest = self._rest[call.feed(self._rest) :]
-        if call.failed:
+        is_call = self._announced or self._is_call(call)
+        if call.failed or (call.done and not is_call):
             self._on_failure()
             return bool(self._rest)
-        if call.name is not None and not self._announced:
-            self._announced = True
+        if not is_call:
+            return False
+        if not self._announced:
+            self._announced = self._after_a_call = True
             self._index += 1
-            self._events.append(CallBegins(self._index, call.name))
+            self._events.append(CallBegins(self._index, str(call.name)))
         if text := call.pop_arguments():
             self._events.append(CallArguments(self._index, text))
         if call.done:
@@ -294,15 +324,28 @@ class _Calls:
         if not self._announced:
             self._events.append(Content(self.begin + self._call.raw))
 
+    def _is_call(self, call: _CallObject) -> bool:
+        """Return whether the text of ``call`` so far is certain to be a call."""
+        return call.name is not None
+
     def _after_call(self) -> None:
+        self._state = self._before_end if self.end else self._in_content
+
+    def _before_end(self) -> bool:
+        rest = self._rest.lstrip()
+        if rest != self.end and self.end.startswith(rest):
+            return False  # more of the marker may follow
+        if rest.startswith(self.end):
+            self._rest = rest.removeprefix(self.end)
         self._state = self._in_content
+        return True
 
 
 class HermesCalls(_Calls):
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen and many others."""
 
     begin = "<tool_call>"
-    noise = ("</tool_call>",)
+    end = "</tool_call>"
 
 
 class MistralCalls(_Calls):
@@ -364,6 +407,12 @@ class LlamaCalls(_Calls):
         if not self._announced:
             self._events.append(Content(self._call.raw))
 
+    def _is_call(self, call: _CallObject) -> bool:
+        """An answer in JSON may have a name too: a call has arguments, or nothing but a name."""
+        return call.name is not None and (
+            not call.keys.isdisjoint(_ARGUMENTS) or (call.done and call.keys <= {"name", "type", "id"})
+        )
+
     def _after_call(self) -> None:
         self._state = self._between
 
@@ -382,7 +431,8 @@ class DeepseekCalls(_Calls):
     """Calls between special tokens: DeepSeek V3, R1 and later."""
 
     begin = "<｜tool▁call▁begin｜>"
-    noise = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", "\n```")
+    end = "```"
+    noise = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>")
     _separator = "<｜tool▁sep｜>"
 
     def _begin_call(self, name: str | None = None) -> None:

@@ -24,10 +24,15 @@ from tests.support.commands import assert_refused, run, run_here
         (("chat", "--model", "/nowhere/model"), "/nowhere/model"),
         (("launch", "--host", "not an address"), "cannot listen on"),
         (("launch", "--port", "0", "--compute", "a100:2"), "a100:2 asks for 2 GPUs"),
+        (("worker", "--role", "memory", "--engine", "x:1", "--kind", "remote"), "unknown kind 'remote'"),
+        (("worker", "--role", "memory", "--engine", "x:1", "--kind", "h100"), "no GPU"),
         (("split", "--output", "/nowhere/cut.svg"), "folder that does not exist"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_status_2(arguments: tuple[str, ...], said: str) -> None:
+def test_mistakes_are_one_line_and_exit_status_2(
+    arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAMINA_SECRET", "0" * 64)
     assert_refused(run_here(*arguments), said)
 
 

@@ -13,7 +13,8 @@ import pytest
 from lamina.cli.console import output, print_text
 from lamina.cli.generate import _standard_input
 from lamina.core.errors import RequestError
-from tests.support.commands import END_S, LAMINA, assert_refused, run, run_here
+from tests.support.commands import LAMINA, assert_refused, run, run_here
+from tests.support.waiting import END_S
 
 
 def test_generate_prints_texts_speed_and_where_the_kv_lived() -> None:
@@ -50,7 +51,7 @@ def test_bench_says_where_the_time_went_and_writes_a_timeline(tmp_path: Path) ->
         (("--compute", "cpu:2", "--lanes", "1"), "give lanes at least 2, or fewer compute workers"),
         (("--lanes", "3", "--pipelining", "rotational"), "give lanes 2, or leave it out"),
         (("--compute-cores", "0-x"), "give numbers and ranges"),
-        (("--memory-cores", "999"), "names [999]"),
+        (("--memory-cores", "999"), "names 999, but"),
         (("--max-restarts", "-1"), "give a whole number of at least 0"),
         (("--trace", "/nowhere/t.json"), "folder that does not exist"),
         (("--trace", "/"), "cannot be written"),

@@ -13,10 +13,11 @@ import openai
 import psutil
 import pytest
 
-from lamina.cli.console import notes
-from lamina.cli.launch import _print_join_command
+from lamina.cli.console import notes, output
+from lamina.cli.launch import _print_join_command, _print_ready
 from lamina.config.engine_config import EngineConfig
-from tests.support.commands import END_S, RUN_S, Server, assert_refused, run, run_here, start
+from tests.support.commands import RUN_S, Server, assert_refused, run, run_here, start
+from tests.support.waiting import END_S
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +155,11 @@ def test_the_printed_command_of_a_worker_can_be_pasted(
     expected = ["lamina", "worker", "--engine", "10.0.0.1:7070", "--role", "memory", "--kind", "cpu"]
     assert words == expected + (["--secret-file", secret_file] if secret_file else [])
     assert (secret_file or "LAMINA_SECRET") in how
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_the_examples_of_a_server_with_keys_send_one(keyed: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    output.cache_clear()  # so that the next use writes to what pytest captures
+    _print_ready("summary", "http://127.0.0.1:8000", keyed)
+    said = capsys.readouterr().out
+    assert ("-H 'Authorization: Bearer KEY'" in said, "api_key='KEY'" in said) == (keyed, keyed)

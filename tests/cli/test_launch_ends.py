@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from lamina.control.liveness import LOST_S
-from tests.support.commands import END_S, LAMINA, RUN_S, Server, assert_refused, run, start
+from tests.support.commands import LAMINA, RUN_S, Server, assert_refused, run, start
+from tests.support.waiting import END_S
 
 
 def ask_for_long_answers(running: Server, completions: int = 8) -> tuple[list[threading.Thread], list[httpx.Response]]:

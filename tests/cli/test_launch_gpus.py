@@ -15,9 +15,10 @@ from lamina.lowering import Target
 from lamina.models import directory
 from lamina.splitter.parts import Rank
 from lamina.text.tokenizer import Tokenizer
-from tests.support.commands import END_S, RUN_S, assert_refused, run_here, start
+from tests.support.commands import RUN_S, assert_refused, run_here, start
 from tests.support.random_models import greedy
 from tests.support.running import check_greedy
+from tests.support.waiting import END_S
 
 PROMPT = "x ="
 TOKENS = 2

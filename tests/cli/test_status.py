@@ -3,7 +3,7 @@
 import json
 import socketserver
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -16,9 +16,10 @@ OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
 
 
 class Stranger(socketserver.TCPServer):
-    """A server that answers every request with ``answer``."""
+    """A server that answers every request with ``answer``, and keeps the lines of the last one's header."""
 
     answer = b""
+    asked: Sequence[bytes] = ()
 
     @property
     def url(self) -> str:
@@ -27,9 +28,8 @@ class Stranger(socketserver.TCPServer):
 
 class _Handler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
-        while self.rfile.readline().strip():
-            pass
         assert isinstance(self.server, Stranger)
+        self.server.asked = list(iter(lambda: self.rfile.readline().strip(), b""))
         self.wfile.write(self.server.answer)
 
 
@@ -65,6 +65,29 @@ def test_what_is_no_server_of_lamina_is_refused(stranger: Stranger, answer: byte
     stranger.answer = answer
     with pytest.raises(ConfigError, match=said):
         client.status(stranger.url)
+
+
+LOCKED = b"HTTP/1.1 401 Unauthorized\r\n\r\n"
+
+
+def test_a_server_that_wants_a_key_gets_it_or_is_named(stranger: Stranger, monkeypatch: pytest.MonkeyPatch) -> None:
+    stranger.answer = LOCKED
+    monkeypatch.delenv("LAMINA_METRICS_KEY", raising=False)
+    with pytest.raises(ConfigError, match="wants a key; set LAMINA_METRICS_KEY"):
+        client.status(stranger.url)
+    assert not any(b"Authorization" in line for line in stranger.asked)
+    with pytest.raises(ConfigError, match="wants a key; give it as --api-key"):
+        client.RemoteModel(stranger.url, {})
+    for name in ("LAMINA_METRICS_KEY", "LAMINA_ADMIN_KEY"):
+        monkeypatch.setenv(name, "mine")
+    for ask in (
+        lambda: client.status(stranger.url),
+        lambda: client.administer(stranger.url, "/admin/stop", {}),
+        lambda: client.RemoteModel(stranger.url, {}, "mine"),
+    ):
+        with pytest.raises(ConfigError, match=r"wants a key|another LAMINA_ADMIN_KEY"):
+            ask()
+        assert b"Authorization: Bearer mine" in stranger.asked
 
 
 def test_placement_is_a_bar_for_each_worker_with_its_largest_requests_and_moves() -> None:

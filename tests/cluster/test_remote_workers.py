@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import msgspec
 import pytest
@@ -16,6 +16,7 @@ from lamina.control.secret import new
 from lamina.control.sockets import ENGINE, Bootstrap
 from lamina.core import __version__
 from lamina.core.errors import TransportError
+from lamina.core.topology import Pool
 from lamina.transport.listener import LOOPBACK
 from tests.support.waiting import wait_until
 
@@ -24,12 +25,14 @@ FOR_EVER = 1e6
 
 
 @contextmanager
-def agent(keys: Keys, port: int, identity: bytes, version: str = __version__) -> "Iterator[zmq.Socket[bytes]]":
+def agent(
+    keys: Keys, port: int, identity: bytes, version: str = __version__, pool: Pool = "memory"
+) -> "Iterator[zmq.Socket[bytes]]":
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.identity, dealer.linger = identity, 0
         dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = keys.engine, keys.public, keys.secret
         dealer.connect(f"tcp://{LOOPBACK}:{port}")
-        send(dealer, Apply(version, "memory", "cpu", "another host", "far"))
+        send(dealer, Apply(version, pool, "cpu", "another host", "far"))
         yield dealer
 
 
@@ -83,6 +86,31 @@ def test_a_machine_with_another_release_is_refused_and_its_place_stays_free(monk
         reason = f"it runs lamina 9.9.9, the engine {__version__}; install the same release"
         assert received(other) == Refused(reason)
         assert appointed(same) == NAMES[0]
+    monkeypatch.setattr(remote_workers, "STOP_TIMEOUT_S", 0.0)
+    workers.close()
+
+
+def test_machines_for_prompts_run_only_workers_for_prompts_and_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine for compute workers runs such a worker too if no other one is vacant."""
+    secret = new()
+    workers = RemoteWorkers(LOOPBACK, 0, secret, secret.curve_keys(ENGINE))
+    keys = keys_of(secret)
+    pools: list[Pool] = ["prefill", "prefill", "compute"]
+    for number, pool in enumerate(pools):
+        workers.start(Start(pool, "cpu", Bootstrap(f"compute{number}", "", b"", b"", b"", b"", os.getpid())))
+    with ExitStack() as stack:
+        enter, port = stack.enter_context, workers.port
+        assert appointed(enter(agent(keys, port, b"a", pool="compute"))) == "compute2"
+        assert appointed(enter(agent(keys, port, b"b", pool="prefill"))) == "compute0"
+        assert appointed(enter(agent(keys, port, b"c", pool="compute"))) == "compute1"
+        enter(agent(keys, port, b"d", pool="compute"))
+        wait_until(lambda: workers.waiting("compute") == 1)
+        other = enter(agent(keys, port, b"e", pool="prefill"))
+        wait_until(lambda: workers.waiting("prefill") == 2)
+        assert workers.waiting("compute") == 1 and workers.waiting("memory") == 0
+        assert [wish.pool for wish in workers.wishes()] == ["compute", "prefill"]
+        workers.start(Start("prefill", "cpu", Bootstrap("compute3", "", b"", b"", b"", b"", os.getpid())))
+        assert appointed(other) == "compute3"
     monkeypatch.setattr(remote_workers, "STOP_TIMEOUT_S", 0.0)
     workers.close()
 

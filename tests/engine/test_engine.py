@@ -20,10 +20,9 @@ from lamina.schedule.limits import Limits
 from lamina.text.tokenizer import Tokenizer
 from tests.support.bare_cluster import bare_cluster
 from tests.support.schedules import client
-from tests.support.waiting import wait_until
+from tests.support.waiting import END_S, wait_until
 from tests.support.whole_outputs import whole
 
-END_S = 30.0
 PARAMS = SamplingParams(max_tokens=8, n=2)
 
 

@@ -1,6 +1,7 @@
 """Which workers may join and leave, and how often lost ones are replaced."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 from unittest.mock import Mock
 
@@ -14,12 +15,15 @@ from lamina.control.liveness import MOST_WAIT_S, WINDOW_S, Restarts
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, TransportError
 from lamina.core.pipeline import Pipeline
-from lamina.core.topology import FIRST, Member, Pool, Role, Topology
+from lamina.core.topology import FIRST, Member, Pool, Topology, may_run
 from lamina.engine.changes import Joiner, JoinStage, Leaves
+from lamina.engine.members import Members
 from lamina.engine.pools import Pools, Resize
+from lamina.engine.replacements import RETRY_S
 from lamina.kv.placement import Placement
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import Turn
+from tests.support.bare_cluster import bare_cluster
 from tests.support.schedules import plan_of, request, scheduler
 
 TOPOLOGY = Topology(
@@ -68,14 +72,14 @@ def pools_of(
     turn: Turn | None = None,
     is_drained: bool = True,
     wishes: Sequence[Wish] = (),
-    agents: Sequence[Role] = (),
+    agents: Sequence[Pool] = (),
     wanted: Mapping[Pool, int] | None = None,
 ) -> Pools:
     """Return pools whose launcher starts nothing.
 
     Args:
         is_drained: Whether memory workers are empty at once.
-        agents: Roles of the agents of other machines that wait for a worker; read whenever the launcher is asked.
+        agents: Pools of the agents of other machines that wait for a worker; read whenever the launcher is asked.
         wanted: Target sizes of an earlier engine; those of ``topology`` if None.
     """
     if turn is None:
@@ -83,11 +87,12 @@ def pools_of(
         turn.in_flight, turn.scheduler.requests = {}, []
         turn.scheduler.is_drained = lambda name: is_drained
         turn.scheduler.placement = Placement(topology.capacities)
-    control, workers, fabric = Mock(), Mock(), Mock(plan=Mock(compute_setup=Mock(local=False), start_s=60.0))
+    plan = Mock(compute_setup=Mock(local=False), start_s=60.0, limits=Limits(8, 64, 60))
+    control, workers, fabric = Mock(), Mock(), Mock(plan=plan)
     fabric.most_links, fabric.memory_setup.attentions = {}, [Mock(), Mock()]
     fabric.plan.config.prefill, fabric.plan.config.compute = None, f"cpu:{len(topology.computes)}"
     fabric.launcher.default_kind = lambda pool: "cpu"
-    fabric.launcher.waiting = lambda role: list(agents).count(role)
+    fabric.launcher.waiting = lambda pool: sum(may_run(one, pool) for one in agents)
     control.liveness.awake_s = 0.0
     control.liveness.lost = workers.ended = lambda: {}
     workers.wishes = lambda: wishes
@@ -102,6 +107,18 @@ def test_an_emptied_worker_stays_while_the_other_pool_has_none() -> None:
     pools.on_workers_lost({"compute0": TransportError("killed")}, TOPOLOGY.without(["compute0"]))
     pools.turn(steady=True)
     assert pools.topology.memories == TOPOLOGY.memories and pools.states["memory0"] == "draining"
+
+
+def test_the_last_replica_stays_though_it_only_runs_prompts() -> None:
+    """All replicas that decode are lost, and their replacement enters first."""
+    computes = tuple(Member(f"compute{number}", "compute", "cpu", "") for number in range(2))
+    topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(2, 2, prefill=1))
+    pools = pools_of(topology)
+    lost = topology.without(["compute1"])
+    pools.on_workers_lost({"compute1": TransportError("killed")}, lost)
+    pools.resize({"prefill": PoolChange(-1, "")}, Resize())
+    pools.turn(steady=True)
+    assert pools.topology == lost and pools.states["compute0"] == "draining"
 
 
 def test_pools_grow_no_further_than_a_memory_worker_has_room_for_links() -> None:
@@ -139,8 +156,149 @@ def test_a_worker_that_asked_to_leave_stays_once_the_other_one_is_lost() -> None
     pools = pools_of(TOPOLOGY, is_drained=False, wishes=[wish])
     pools.turn(steady=True)
     assert pools.states == {"memory1": "draining"}
+    assert pools.wanted["memory"] == 1, "it is not missed"
     pools.on_workers_lost({"memory0": TransportError("killed")}, TOPOLOGY.without(["memory0"]))
     assert not pools.states and pools.wanted["memory"] == 2
+
+
+def test_pools_are_to_have_the_workers_that_joined_from_other_machines_and_not_those_that_left() -> None:
+    """Or an engine that takes over would start workers for those that left, and end those that joined."""
+    wishes, agents = [Wish("memory", "remote")], list[Pool](["memory"])
+    pools = pools_of(TOPOLOGY, wishes=wishes, agents=agents)
+    pools.turn(steady=True)
+    assert pools.coming("memory") == 1 and pools.wanted["memory"] == 3
+    (joiner,) = pools._joins._joiners
+    pools._joins._fail(joiner, TransportError("its machine has gone"))
+    assert pools.coming("memory") == 0 and pools.wanted["memory"] == 2
+    wishes[:] = [Wish("memory", "remote", "memory0")]
+    pools.turn(steady=True)
+    assert pools.wanted["memory"] == 1 and pools.topology.memories == ("memory1",)
+
+
+@pytest.mark.parametrize("capacity", [0, 9])
+def test_a_worker_of_another_machine_joins_the_pool_that_it_is_for(capacity: int) -> None:
+    """But the prefill pool only where other replicas can decode what it has computed: not with local memory."""
+    compute = Member("compute0", "compute", "cpu", "", capacity)
+    topology = Topology(FIRST, (compute, *TOPOLOGY.members[1:]), TOPOLOGY.pipeline)
+    pools = pools_of(topology, wishes=[Wish("prefill", "remote")], agents=["prefill"])
+    pools.turn(steady=True)
+    assert (pools.coming("prefill"), pools.coming("compute")) == ((0, 0) if capacity else (1, 0))
+    assert pools.wanted["prefill"] == pools.coming("prefill")
+
+
+def test_a_worker_that_joins_in_the_place_of_a_lost_one_is_none_too_many() -> None:
+    wishes, agents = list[Wish](), list[Pool](["memory"])
+    topology = TOPOLOGY.joined([Member("memory2", "memory", "remote", "", 30)], TOPOLOGY.pipeline)
+    pools = pools_of(topology, wishes=wishes, agents=agents)
+    pools.on_workers_lost({"memory2": TransportError("killed")}, topology.without(["memory2"]))
+    wishes[:] = [Wish("memory", "remote")]
+    pools.turn(steady=True)
+    assert pools.coming("memory") == 1 and pools.wanted["memory"] == 3
+
+
+def test_a_lost_replica_of_another_machine_is_replaced_by_an_agent_that_waits_already() -> None:
+    agents = list[Pool]()
+    topology = TOPOLOGY.joined([Member("compute1", "compute", "remote", "")], Pipeline(2, 2))
+    pools = pools_of(topology, agents=agents)
+    pools.on_workers_lost({"compute1": TransportError("killed")}, topology.without(["compute1"]))
+    pools.turn(steady=True)
+    assert pools.coming("compute") == 0
+    agents[:] = ["compute"]
+    pools.turn(steady=True)
+    assert pools.coming("compute") == 1 and pools.wanted["compute"] == 2
+
+
+def test_a_replica_of_another_machine_that_cannot_start_is_not_started_again_at_once() -> None:
+    topology = TOPOLOGY.joined([Member("compute1", "compute", "remote", "")], Pipeline(2, 2))
+    pools = pools_of(topology, agents=["compute"])
+    launcher = cast(Mock, pools._fabric.launcher)
+    launcher.start.side_effect = TransportError("no room")
+    pools.on_workers_lost({"compute1": TransportError("killed")}, topology.without(["compute1"]))
+    for awake_s, tries in ((0.0, 1), (RETRY_S / 2, 1), (RETRY_S, 2)):
+        cast(Mock, pools._control).liveness.awake_s = awake_s
+        pools.turn(steady=True)
+        assert launcher.start.call_count == tries
+
+
+def test_a_pool_grows_no_further_than_its_lost_workers_leave_room() -> None:
+    """Lanes rotate over at most as many replicas as the model has slices: three."""
+    computes = tuple(Member(f"compute{number}", "compute", "cpu", "") for number in range(2))
+    topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(3, 2, rotates=True))
+    pools = pools_of(topology)
+    pools.on_workers_lost({"compute1": TransportError("killed")}, topology.without(["compute1"]))
+    with pytest.raises(ConfigError, match="too few for 4 replicas"):
+        pools.resize({"compute": PoolChange(2, "")}, Resize())
+    pools.resize({"compute": PoolChange(1, "")}, Resize())
+
+
+def test_a_pool_gets_a_size_whatever_joins_leaves_or_turns_meanwhile() -> None:
+    computes = tuple(Member(f"compute{number}", "compute", "cpu", "") for number in range(3))
+    topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(3, 3))
+    pools = pools_of(topology, is_drained=False)
+    sizes = {pool: PoolChange(size, is_size=True) for pool, size in (("prefill", 1), ("compute", 2), ("memory", 4))}
+    for _ in range(2):  # the second time, nothing is left to do
+        resize = Resize()
+        pools.resize(cast(Mapping[Pool, PoolChange], sizes), resize)
+        assert pools.states | dict.fromkeys(pools._joins.stages, "joins") == {
+            "compute2": "turning",
+            "memory2": "joins",
+            "memory3": "joins",
+        }
+        assert pools.wanted == {"prefill": 1, "compute": 2, "memory": 4}
+    assert resize.future.result(0) == []
+    pools.resize({"memory": PoolChange(3, is_size=True)}, Resize())
+    assert [*pools.states.values()].count("draining") == 1 and pools.wanted["memory"] == 3
+    with pytest.raises(ConfigError, match="the compute pool has 2, of which 1 must stay: 2 cannot leave"):
+        pools.resize({"compute": PoolChange(0, is_size=True)}, Resize())
+    pools.turn(steady=True)
+    pools.resize({"prefill": PoolChange(0, is_size=True), "compute": PoolChange(3, is_size=True)}, Resize())
+    pools.turn(steady=True)
+    assert pools.topology.sizes["prefill"] == 0 and pools.topology.sizes["compute"] == 3
+
+
+@pytest.mark.parametrize(
+    ("wanted_compute", "wanted_memory", "leaving"),
+    [(4, 1, ["memory1"]), (2, 2, ["compute2", "compute3"]), (4, 2, []), (0, 0, ["compute2", "compute3", "memory1"])],
+)
+def test_an_engine_that_takes_over_lets_workers_leave_that_were_to_leave(
+    wanted_compute: int, wanted_memory: int, leaving: Sequence[str]
+) -> None:
+    """But never the last of a pool, and of a replica with several workers all or none."""
+    computes = tuple(Member(f"compute{number}", "compute", "cpu", "") for number in range(4))
+    topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(2, 2, ranks=2))
+    turn = Turn(Limits(8, 64, 60), Placement(topology.capacities), topology.pipeline, attentions=2, kv_heads=4)
+    turn.scheduler.placement.reserve_on("memory0", 5)
+    wanted: dict[Pool, int] = {"prefill": 0, "compute": wanted_compute, "memory": wanted_memory}
+    pools = pools_of(topology, turn, wanted=wanted)
+    assert pools.states == dict.fromkeys(leaving, "draining")
+    assert all(not pools.coming(pool) for pool in wanted)
+
+
+def test_workers_stay_after_all_if_the_others_have_no_room_for_what_they_hold() -> None:
+    turn = Turn(Limits(8, 64, 60), Placement(TOPOLOGY.capacities), TOPOLOGY.pipeline, attentions=2, kv_heads=4)
+    for worker, tokens in (("memory0", 50), ("memory1", 20)):
+        turn.scheduler.placement.reserve_on(worker, tokens)
+    pools = pools_of(TOPOLOGY, turn, wanted={"prefill": 0, "compute": 1, "memory": 1})
+    assert not pools.states and pools.wanted["memory"] == 2
+
+
+def test_the_sizes_that_pools_are_to_have_are_saved_as_soon_as_they_change() -> None:
+    """So that an engine that takes over in the middle of a change ends it."""
+    pools, saved = pools_of(TOPOLOGY, is_drained=False), list[tuple[Topology, Mapping[Pool, int]]]()
+    cluster = replace(bare_cluster(["compute0"], TOPOLOGY.capacities, [], TOPOLOGY.pipeline), fabric=pools._fabric)
+
+    def save(topology: Topology, wanted: Mapping[Pool, int]) -> None:
+        saved.append((topology, dict(wanted)))
+
+    members = Members(pools._control, pools._workers, cluster, pools._turn, 8, save)
+    assert members.pools is not None
+    members.turn()
+    assert [wanted["memory"] for _, wanted in saved] == [2]
+    members.pools.resize({"memory": PoolChange(-1, "")}, Resize())
+    for _ in range(3):
+        members.turn()
+    assert [wanted["memory"] for _, wanted in saved] == [2, 1]
+    assert saved[0][0] == saved[1][0] == cluster.topology
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -172,7 +330,7 @@ def test_a_replica_starts_once_as_many_agents_wait_as_it_has_workers() -> None:
     """An agent that has gone before the next one applies does not count."""
     computes = tuple(Member(f"compute{number}", "compute", "cpu", "") for number in range(2))
     topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(1, 1, ranks=2))
-    wishes, agents = list[Wish](), list[Role]()
+    wishes, agents = list[Wish](), list[Pool]()
     pools = pools_of(topology, wishes=wishes, agents=agents)
     for waiting, joining in ((1, 0), (1, 0), (2, 2)):
         wishes[:], agents[:] = [Wish("compute", "remote")], ["compute"] * waiting

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from lamina.core.types import KvElement
+from lamina.kernels.gpu.measure_tilings import candidates
 from lamina.kernels.gpu.tilings import SHARED_BYTES, Choices, Context, Shape, Tiling, classify, default
 from lamina.kernels.segments import STORAGE
 
@@ -70,6 +71,16 @@ def test_what_was_measured_is_kept_for_its_shape_device_and_compiler_alone(cache
     assert Choices.load("NVIDIA A40").measured == {}
     monkeypatch.setattr("importlib.metadata.version", lambda package: "99.1")
     assert Choices.load("NVIDIA H200").measured == {}
+
+
+@pytest.mark.parametrize("element", [KvElement.INT8, KvElement.FP8])
+def test_tall_tiles_over_codes_have_eight_warps_whatever_was_measured_before(element):
+    tall = Shape(Context.LONG, False, True, element, 4, 64)
+    choices = Choices("NVIDIA H200", {str(tall): Tiling(64, 4, 3, 2)})
+    assert choices.tiling(tall, 64, 90).warps == 8
+    assert choices.tiling(tall, 16, 90).warps == 4
+    assert {tiling.warps for tiling in candidates(element, prompt=True, block_m=64)} == {8}
+    assert {tiling.warps for tiling in candidates(element, prompt=False, block_m=16)} == {4, 8}
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": {"block_m": 3}}', '{"a": 1}'])

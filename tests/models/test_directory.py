@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lamina.core.errors import ModelError, UnsupportedModelError
+from lamina.models.checkpoint import INDEX
 from lamina.models.directory import BUNDLED, find, max_model_len
 
 
@@ -114,6 +117,25 @@ def test_no_safetensors(model: Path) -> None:
     with pytest.raises(ModelError, match=r"found pytorch_model\.bin instead.*save_pretrained"):
         find(model)
     assert find(model, weights=False).tensors == {}
+
+
+@pytest.mark.parametrize("stale", [0, -1])
+def test_a_tensor_that_several_shards_hold_is_that_of_the_shard_in_the_index(model: Path, stale: int) -> None:
+    files = sorted(model.glob("model-*.safetensors"))
+    name, wanted = "model.norm.weight", find(model).tensors["model.norm.weight"].file
+    other = [file for file in files if file != wanted][stale]
+    save_file(load_file(other) | {name: torch.full((32,), 7.0)}, other)
+    assert find(model).tensors[name].file == wanted
+
+
+def test_a_tensor_in_another_shard_than_the_index_says_is_found(model: Path) -> None:
+    index = json.loads((model / INDEX).read_text())
+    wanted = find(model).tensors["model.norm.weight"].file
+    index["weight_map"]["model.norm.weight"] = next(
+        name for name in sorted(index["weight_map"].values()) if name != wanted.name
+    )
+    (model / INDEX).write_text(json.dumps(index))
+    assert find(model).tensors["model.norm.weight"].file == wanted
 
 
 def test_missing_shard(model: Path) -> None:

@@ -154,6 +154,14 @@ def test_a_model_is_downloaded_once_with_only_the_files_that_are_needed(small_hu
     assert again.stdout == done.stdout and len(small_hub.asked) == asked
 
 
+def test_named_chat_templates_are_downloaded(small_hub: Hub, tmp_path: Path) -> None:
+    small_hub.files["additional_chat_templates/tool_use.jinja"] = b"tools"
+    done = find(small_hub, tmp_path)
+    assert done.returncode == 0, done.stderr
+    place = Path(done.stdout.splitlines()[0])
+    assert (place / "additional_chat_templates" / "tool_use.jinja").read_bytes() == b"tools"
+
+
 def test_a_revision_is_part_of_the_name(small_hub: Hub, tmp_path: Path) -> None:
     assert find(small_hub, tmp_path, f"{NAME}@v1").returncode == 0
     refused = find(small_hub, tmp_path, f"{NAME}@v2")

@@ -12,9 +12,10 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.commands import END_S, RUN_S, Server, start
+from tests.support.commands import RUN_S, Server, start
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, greedy, served
+from tests.support.waiting import END_S
 
 TOKENS = 250
 PROMPTS = (200, 150, 90)  # tokens

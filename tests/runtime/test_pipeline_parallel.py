@@ -20,8 +20,8 @@ from lamina.lowering import Target
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import NAMES, SERVED, greedy, served, variant
 from tests.support.running import REQUESTS, Killable, Streams, assert_same, check_last_loss, config, run_all, survive
+from tests.support.waiting import END_S
 
-JOIN_S = 120.0
 TOKENS = 12
 LENGTHS = (1, 6, 7, 8, 21, 34, 45, 14)
 
@@ -153,13 +153,13 @@ def test_memory_workers_join_and_leave_and_stages_stay(
     try:
         streams = Streams(engine, REQUESTS)
         streams.wait_for_tokens(100)
-        (joined,) = engine.scale(memory=1).result(JOIN_S)
+        (joined,) = engine.scale(memory=1).result(END_S)
         streams.wait_for_tokens(300)
-        engine.scale(memory=-1).result(JOIN_S)
+        engine.scale(memory=-1).result(END_S)
         assert_same(streams.results(), undisturbed)
         for count in (-1, 1):
             with pytest.raises(ConfigError, match="a replica has 2 compute workers, and 1 is no multiple of that"):
-                engine.scale(compute=count).result(JOIN_S)
+                engine.scale(compute=count).result(END_S)
         assert engine.stats().recoveries == 0 and joined == "memory1"
     finally:
         engine.close()

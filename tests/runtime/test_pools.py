@@ -13,9 +13,7 @@ from lamina.launch import launch
 from tests.support.random_models import SERVED_VOCABULARY
 from tests.support.running import REQUESTS, Killable, Prompt, Streams, assert_same, config, wait_for_recoveries
 from tests.support.sweep import sweep
-from tests.support.waiting import wait_until
-
-JOIN_S = 60.0
+from tests.support.waiting import END_S, wait_until
 
 SWITCHES: dict[str, dict[str, object]] = {
     "auto": {},
@@ -43,7 +41,7 @@ def test_workers_of_both_kinds_join_and_are_lost_again(
     try:
         streams = Streams(engine, REQUESTS)
         joining = [engine.scale(memory=2), engine.scale(compute=1)]
-        assert sorted(name for each in joining for name in each.result(JOIN_S)) == ["compute1", "memory1", "memory2"]
+        assert sorted(name for each in joining for name in each.result(END_S)) == ["compute1", "memory1", "memory2"]
         assert engine.topology.epoch.number == 1 and engine.stats().recoveries == 0
         assert_same(streams.results(), undisturbed)
         streams = Streams(engine, REQUESTS)  # many: a single one would be taken for what workers die of
@@ -81,7 +79,7 @@ def test_a_worker_that_does_not_start_is_reported_and_the_others_go_on(
     try:
         streams = Streams(engine, REQUESTS)
         with pytest.raises(WorkerError, match="memory1 failed: its process exited with status 1"):
-            engine.scale(memory=1).result(JOIN_S)
+            engine.scale(memory=1).result(END_S)
         assert_same(streams.results(), undisturbed)
         assert engine.stats().workers.keys() == workers.pids.keys() == {"compute0", "memory0"}
     finally:
@@ -100,7 +98,7 @@ def test_workers_of_both_kinds_leave_and_what_they_hold_goes_on_elsewhere(
     try:
         streams = Streams(engine, REQUESTS)
         streams.wait_for_tokens(100)
-        gone = [*engine.scale(memory=-1).result(JOIN_S), *engine.scale(memory=-1, compute=-1).result(JOIN_S)]
+        gone = [*engine.scale(memory=-1).result(END_S), *engine.scale(memory=-1, compute=-1).result(END_S)]
         assert "compute1" in gone and len(gone) == 3
         assert not [name for name in gone if psutil.pid_exists(pids[name])]
         assert_same(streams.results(), undisturbed)
@@ -112,9 +110,9 @@ def test_workers_of_both_kinds_leave_and_what_they_hold_goes_on_elsewhere(
             ({"compute": -3}, "the compute pool has 1, of which 1 must stay: 3 cannot leave"),
         ):
             with pytest.raises(ConfigError, match=reason):
-                engine.scale(**refused).result(JOIN_S)
+                engine.scale(**refused).result(END_S)
         wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")
-        assert len(engine.scale(memory=1).result(JOIN_S)) == 1, "what the leavers leased is free again"
+        assert len(engine.scale(memory=1).result(END_S)) == 1, "what the leavers leased is free again"
         assert_same(Streams(engine, REQUESTS).results(), undisturbed)
     finally:
         engine.close()
@@ -131,20 +129,20 @@ def test_replicas_of_several_workers_join_and_leave_as_a_whole(
     engine = launch(config(checkpoint, 2, 1, lanes=2, **{parts: 2}), workers=workers)
     try:
         streams = Streams(engine, REQUESTS)
-        assert sorted(engine.scale(compute=2).result(JOIN_S)) == ["compute2", "compute3"]
+        assert sorted(engine.scale(compute=2).result(END_S)) == ["compute2", "compute3"]
         assert engine.topology.replicas == (("compute0", "compute1"), ("compute2", "compute3"))
         assert_same(streams.results(), undisturbed)
         streams = Streams(engine, REQUESTS)
         streams.wait_for_tokens(100)
         pids = workers.pids
-        assert sorted(engine.scale(compute=-2).result(JOIN_S)) == ["compute2", "compute3"]
+        assert sorted(engine.scale(compute=-2).result(END_S)) == ["compute2", "compute3"]
         assert [*engine.topology.replicas] == [("compute0", "compute1")]
         assert not [name for name in ("compute2", "compute3") if psutil.pid_exists(pids[name])]
         assert_same(streams.results(), undisturbed)
         with pytest.raises(ConfigError, match="the compute pool has 2, of which 2 must stay: 2 cannot leave"):
-            engine.scale(compute=-2).result(JOIN_S)
+            engine.scale(compute=-2).result(END_S)
         with pytest.raises(ConfigError, match="a replica has 2 compute workers, and 1 is no multiple of that"):
-            engine.scale(compute=1).result(JOIN_S)
+            engine.scale(compute=1).result(END_S)
         stats = engine.stats()
         assert stats.recoveries == stats.recomputed == 0 and engine.topology.epoch.number == 1
     finally:

@@ -18,17 +18,18 @@ from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, greedy, served
 from tests.support.running import Killable, Streams, config, run_all, wait_for_recoveries
 from tests.support.sweep import sweep
-from tests.support.waiting import wait_until
+from tests.support.waiting import END_S, wait_until
 
 TOKENS, LONG = 16, 40
 SWITCHES: dict[str, dict[str, Any]] = {
     "one and one, TCP": {"compute": "cpu:1", "transport": "tcp"},
     "one and two, segments of 17": {"compute": "cpu:2", "lanes": 6, "kv_tokens_per_worker": 17},
+    "in local memory of three": {"compute": "cpu:2", "memory": "local"},
     "nothing ahead, no cache": {"compute": "cpu:1", "plan_ahead": False, "prefix_cache": False},
 }
 
 
-@pytest.mark.parametrize("switches", sweep(SWITCHES, ["one and two, segments of 17"]))
+@pytest.mark.parametrize("switches", sweep(SWITCHES, ["one and two, segments of 17", "in local memory of three"]))
 def test_prompts_apart_equal_hugging_face(
     switches: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,6 +54,8 @@ def test_prompts_apart_equal_hugging_face(
         outputs = run_all(engine, prompts * 2, [each for each in params for _ in prompts])
         seeded = [SamplingParams(seed=5, max_tokens=TOKENS, repetition_penalty=1.3, ignore_eos=True)] * 2
         drawn = [output.outputs[0].token_ids for output in run_all(engine, [prompts[0]] * 2, seeded)]
+        holders = {segment.worker for output in outputs for segment in output.placement}
+        assert holders.isdisjoint(engine.topology.prefills), "KV is where it is decoded"
         wait_until(lambda: not any(one.used for one in engine.stats().memory.values()), "slots stayed in use")
         assert not any(engine._scheduler.placement.reserved.values())
     finally:
@@ -64,9 +67,6 @@ def test_prompts_apart_equal_hugging_face(
     assert not any(one.decoding.sequences for one in plans if role(one.lane) == "prefill")
     assert not any(one.chunks for one in plans if role(one.lane) == "decode")
     assert sum(len(one.decoding.sequences) for one in plans) >= 12 * (TOKENS - 1)
-
-
-JOIN_S = 60.0
 
 
 def test_roles_change_and_replicas_for_prompts_join_and_leave_while_requests_run(
@@ -99,13 +99,13 @@ def test_roles_change_and_replicas_for_prompts_join_and_leave_while_requests_run
         for change, names, prefills in changes:
             streams = Streams(engine, [(prompt, params) for prompt in prompts])
             streams.wait_for_tokens(2 * len(prompts))
-            assert engine.scale(**change).result(JOIN_S) == names
+            assert engine.scale(**change).result(END_S) == names
             assert engine.topology.prefills == prefills
             assert [[one.token_ids for one in each] for each in streams.results()] == [[one] for one in expected]
         assert engine.topology.epoch.number == 1 and engine.stats().recomputed == 0
         assert sorted(engine.topology.computes) == ["compute0", "compute2"]
         with pytest.raises(ConfigError, match="the compute pool has 2, of which 1 must stay: 2 cannot leave"):
-            engine.scale(prefill=2, compute=-2).result(JOIN_S)
+            engine.scale(prefill=2, compute=-2).result(END_S)
         wait_until(lambda: not any(one.used for one in engine.stats().memory.values()), "slots stayed in use")
     finally:
         engine.close()
@@ -139,12 +139,12 @@ def test_a_replica_of_several_workers_changes_its_role_as_a_whole(parts: str, tm
     engine = launch(config(tmp_path, 4, 1, lanes=4, **{parts: 2}))
     try:
         with pytest.raises(ConfigError, match="a replica has 2 compute workers, and 1 is no multiple of that"):
-            engine.scale(prefill=1, compute=-1).result(JOIN_S)
+            engine.scale(prefill=1, compute=-1).result(END_S)
         with pytest.raises(ConfigError, match="the compute pool has 4, of which 2 must stay: 4 cannot leave"):
-            engine.scale(prefill=4, compute=-4).result(JOIN_S)
+            engine.scale(prefill=4, compute=-4).result(END_S)
         streams = Streams(engine, [(prompt, params) for prompt in prompts])
         streams.wait_for_tokens(10)
-        assert sorted(engine.scale(prefill=2, compute=-2).result(JOIN_S)) == ["compute2", "compute3"]
+        assert sorted(engine.scale(prefill=2, compute=-2).result(END_S)) == ["compute2", "compute3"]
         assert engine.topology.prefills == ("compute2", "compute3")
         assert [[one.token_ids for one in each] for each in streams.results()] == [[one] for one in expected]
     finally:
@@ -179,7 +179,7 @@ def test_a_pool_for_prompts_that_cannot_serve_is_an_error_before_workers_start()
         {"prefill": "cpu:0"},
         {"prefill": "local"},
         {"pipelining": "rotational"},
-        {"memory": "local"},
+        {"memory": "local", "tensor_parallel": 2, "prefill": "cuda:2", "compute": "cuda:2"},
     ]
     for changes in bad:
         with pytest.raises(ConfigError, match=r"prefill|pool|local"):

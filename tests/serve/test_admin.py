@@ -55,7 +55,7 @@ def test_scale_asks_the_engine_and_names_the_workers(
         ("-3", ConfigError, "3 memory workers cannot leave: the pool has 2"),
         ("-4", TransportError, "the engine has stopped"),
         ("+9", TransportError, "worker memory2 failed: its process exited with status 1"),
-        ("2", ConfigError, "memory is '2'; give the workers to add or remove"),
+        ("2000", ConfigError, "memory is '2000'; give the workers to add or remove"),
         ("a100+1", ConfigError, "memory is 'a100\\+1'; give the workers to add or remove"),
     ],
 )
@@ -88,10 +88,14 @@ def test_a_malformed_body_is_refused(server: Running, asked: list[dict[str, str]
     assert answer.status_code == 400 and not asked
 
 
-def test_a_change_of_a_pool_is_a_signed_number_of_workers() -> None:
+def test_a_change_of_a_pool_is_a_signed_number_of_workers_or_a_size() -> None:
     changes = [parse_change("memory", text) for text in ("+2", "-1", "cpu:+3", " RTX3090:-4 ")]
     assert changes == [PoolChange(2), PoolChange(-1), PoolChange(3, "cpu"), PoolChange(-4, "rtx3090")]
-    for text in ("", "0", "+0", "+1025", "cpu:", "cpu:2", "+2,-1"):
+    assert [parse_change("prefill", text) for text in ("0", " 3")] == [
+        PoolChange(0, is_size=True),
+        PoolChange(3, is_size=True),
+    ]
+    for text in ("", "1025", "+0", "+1025", "cpu:", "cpu:2", "+2,-1"):
         with pytest.raises(ConfigError):
             parse_change("memory", text)
 

@@ -1,7 +1,9 @@
 """Clients of other projects against the server, each where it is installed. openai's is in most other tests here."""
 
+import importlib.util
 import json
 import os
+import random
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,13 +12,18 @@ from typing import Any
 import pydantic
 import pytest
 
+from lamina.config.engine_config import EngineConfig
+from lamina.core.types import DType
+from lamina.launch import launch
+from lamina.models.directory import BUNDLED
+from tests.support.http_server import openai_client
 from tests.support.scripted_engine import Running, script, script_template
+from tests.support.waiting import END_S
 
 CALL = '<tool_call>{"name": "look", "arguments": {"city": "Rome"}}</tool_call>'
 TOOLED = (
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
 )
-RUN_S = 60.0
 
 
 class City(pydantic.BaseModel):
@@ -109,6 +116,100 @@ def test_openai_of_npm(server: Running, monkeypatch: pytest.MonkeyPatch, tmp_pat
     (tmp_path / "node_modules").symlink_to(modules.resolve())
     (tmp_path / "chat.mjs").write_text(SCRIPT)
     command = ["node", str(tmp_path / "chat.mjs"), f"{server.url}/v1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=END_S, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == ["Yes.", "Yes."]
+
+
+WORDS = [
+    "import os",
+    "def main(",
+    "return self.",
+    "for i in range(",
+    "while True:",
+    "else",
+    "None",
+    "raise ValueError(",
+]
+TASKS: dict[str, dict[str, Any]] = {
+    "choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{text}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{label}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "perplexity": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}],
+    },
+    "generation": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{text}}",
+        "doc_to_target": "{{choices[label]}}",
+        "generation_kwargs": {"until": ["@"], "max_gen_toks": 16, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+def write_tasks(folder: Path, count: int) -> None:
+    """Write tasks for lm-evaluation-harness, and their ``count`` documents."""
+    draw, documents = random.Random(5), folder / "documents.jsonl"
+    lines = [f"{draw.choice(WORDS)} {draw.choice(WORDS)}\n    {draw.choice(WORDS)}" for _ in range(count)]
+    asked = [{"text": line, "choices": draw.sample(WORDS, 4), "label": draw.randrange(4)} for line in lines]
+    documents.write_text("\n".join(map(json.dumps, asked)))
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(documents)}}, "test_split": "test"}
+    for name, task in TASKS.items():
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **data, **task}))  # JSON is YAML
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason=missing("lm_eval[api,hf]"))
+def test_lm_evaluation_harness_finds_what_it_finds_with_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accuracies and generated text are equal, and log-likelihoods within 1e-4 relative."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    write_tasks(tmp_path, count=10)
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+
+    def evaluate(backend: str, **arguments: Any) -> Any:
+        return lm_eval.simple_evaluate(
+            backend, arguments, list(TASKS), batch_size=4, task_manager=manager, bootstrap_iters=0
+        )
+
+    engine = launch(EngineConfig(dtype=DType.FLOAT32, kv_cache_memory_bytes=32 << 20))
+    try:
+        with openai_client(engine) as client:
+            served = evaluate(
+                "local-completions",
+                model=engine.model_name,
+                base_url=f"{client.base_url}completions",
+                tokenizer=str(BUNDLED),
+                num_concurrent=4,
+                max_length=1024,
+            )
+    finally:
+        engine.close()
+    expected = evaluate("hf", pretrained=str(BUNDLED), dtype="float32", device="cpu")
+    for name in TASKS:
+        for mine, theirs in zip(served["samples"][name], expected["samples"][name], strict=True):
+            assert mine["doc"] == theirs["doc"]
+            if name == "generation":
+                assert mine["filtered_resps"] == theirs["filtered_resps"] and mine["filtered_resps"] != [""]
+            else:
+                assert numbers(mine["resps"]) == pytest.approx(numbers(theirs["resps"]), rel=1e-4)
+    for measure in ("acc,none", "acc_norm,none"):
+        assert served["results"]["choice"][measure] == expected["results"]["choice"][measure]
+
+
+def numbers(nested: Any) -> list[float]:
+    """Return the numbers in nested lists and tuples, in order; whether a choice is greedy counts as a number."""
+    return [float(nested)] if isinstance(nested, float | bool) else [n for part in nested for n in numbers(part)]

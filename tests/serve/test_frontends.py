@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from lamina.core import __version__
-from tests.support.commands import END_S, RUN_S, Server, start
-from tests.support.waiting import wait_until
+from tests.support.commands import RUN_S, Server, start
+from tests.support.waiting import END_S, wait_until
 
 PROMPT = "def fibonacci(n):"
 GREEDY = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "max_tokens": 40}

@@ -58,6 +58,20 @@ def test_calls_stream_as_deltas(client: openai.OpenAI, server: Running, monkeypa
     assert len(deltas) >= 2
 
 
+def test_without_parallel_calls_only_the_first_is_answered(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, TEXT)
+    given: Any = {"model": "fake", "messages": USER, "tools": TOOLS, "parallel_tool_calls": False}
+    (choice,) = client.chat.completions.create(**given).choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "Hm."
+    with client.chat.completions.stream(**given) as stream:
+        streamed = stream.get_final_completion().choices[0].message
+    for message in (choice.message, streamed):
+        calls: Any = message.tool_calls
+        assert [(call.function.name, call.function.arguments) for call in calls] == [("look", '{"city": "x"}')]
+
+
 @pytest.mark.parametrize("parallel", [True, False])
 def test_a_required_call_is_enforced(
     client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch, parallel: bool

@@ -10,9 +10,11 @@ not ended once more, as frontends do. The clock of the product is replaced in th
 ``lamina.memory.disk_tier``, not passed in.
 """
 
+import contextlib
+import importlib
 import logging
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -91,6 +93,15 @@ class Report:
     events: tuple[int, int]
 
 
+@contextlib.contextmanager
+def turned(knobs: Mapping[tuple[str, str], float]) -> Iterator[None]:
+    """Give constants of the product other values meanwhile."""
+    with contextlib.ExitStack() as patches:
+        for (module, name), value in knobs.items():
+            patches.enter_context(mock.patch.object(importlib.import_module(module), name, value))
+        yield
+
+
 class _Log(logging.Handler):
     """Tells the errors that the product logs in the trace."""
 
@@ -110,7 +121,7 @@ class Simulation:
         self.layout = layout(seed)
         self.world = World(seed)
         self.network = Network(self.world, self.layout.jitter)
-        self.processes = Processes(self.network)
+        self.processes = Processes(self.network, self.layout.pace)
         self.disks = Disks(self.world)
         self.sent: list[Sent] = []
         self._open = 0  # of them
@@ -130,7 +141,7 @@ class Simulation:
         failure = trace = ""
         log = _Log(self.world)
         logging.getLogger("lamina").addHandler(log)
-        with self.world.as_clock(), mock.patch.object(disk_tier, "Disk", self.disks.open):
+        with self.world.as_clock(), mock.patch.object(disk_tier, "Disk", self.disks.open), turned(self.layout.knobs):
             try:
                 self._run()
             except Exception as error:  # whatever fails is what the run is for
@@ -151,7 +162,7 @@ class Simulation:
         world.run(lambda: self.engine is not None or self.failure is not None)
         begun = world.now
         for fault in self.planned:
-            world.call_at(begun + fault.at, partial(self._faults.happen, fault))
+            world.call_at(begun + fault.at, partial(self._faults.begin, fault))
         world.call_later(0.0, self._request)
         until = begun + FAULTY_S
         world.run(lambda: self._steps() >= self.steps or world.now > until or self._is_over())
@@ -211,13 +222,13 @@ class Simulation:
         for member in saved.topology.members:
             kinds[member.role][member.name] = member.kind
         plan = self._plan(kinds, saved.greetings)
-        plan = replace(plan, compute_setup=saved.compute_setup)
+        plan = replace(plan, limits=saved.limits, compute_setup=saved.compute_setup)
         server = SimulatedServer(self.network, self.processes, sorted(saved.topology.names))
         self.processes.server = server
         for name in self.processes.living:
             self.world.call_later(self.world.random.random(), partial(self._reconnect, server, name))
         cluster = take_over(server, self.processes, plan, saved)  # type: ignore[arg-type]
-        self._begin(server, cluster, replace(plan.limits, max_model_len=saved.max_model_len))
+        self._begin(server, cluster, saved.limits)
 
     def _reconnect(self, server: SimulatedServer, name: str) -> None:
         if name in self.processes.living:
@@ -232,9 +243,7 @@ class Simulation:
 
         def save(topology: Topology, wanted: Mapping[Pool, int]) -> None:
             assert cluster.fabric is not None
-            self.saved = msgspec.msgpack.encode(
-                Saved.from_topology(cluster.fabric, topology, wanted, limits.max_model_len)
-            )
+            self.saved = msgspec.msgpack.encode(Saved.from_topology(cluster.fabric, topology, wanted, limits))
 
         engine = Engine(
             self.layout.config,
@@ -282,6 +291,8 @@ class Simulation:
 
     def _after_turn(self) -> None:
         self.turns += 1
+        assert self.engine is not None
+        self._faults.on_turn(self.engine)
         try:
             check_turn(self)
         except Broken as broken:

@@ -23,11 +23,10 @@ from lamina.worker.links import Member
 from lamina.worker.process import Worker, serve
 from tests.simulation.model import load
 from tests.simulation.network import Network, SimulatedEndpoint
+from tests.simulation.scenario import Pace
 from tests.simulation.world import Task
 
 ENGINE = "engine"
-START_S = 0.5  # for a process to start
-SLICE_S = 2e-3  # for a slice, and for each of its rows a hundredth of that
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_WORKER = msgspec.msgpack.Decoder(ToWorker)
 
@@ -38,11 +37,13 @@ class Process:
     Attributes:
         client: its end of the control plane.
         reason: why it has exited; empty: it runs.
+        lacks_memory: it cannot allocate memory for its next message.
     """
 
     def __init__(self, processes: "Processes", name: str, role: Role) -> None:
         self.name, self.role = name, role
         self.reason = ""
+        self.lacks_memory = False
         self.endpoints: list[SimulatedEndpoint] = []
         self._processes, self._network = processes, processes.network
         self._world = processes.network.world
@@ -51,7 +52,7 @@ class Process:
         self.task = Task(self._world, name, self._run, self.exit)
 
     def _run(self) -> None:
-        self._world.block(START_S * (1 + self._world.random.random()))
+        self._world.block(self._processes.pace.start_s * (1 + self._world.random.random()))
         self._processes.server.on_connected(self.name)
         serve(self.client, self._build)
 
@@ -64,15 +65,19 @@ class Process:
         return self.worker
 
     def _open(self, member: Member, transport: Transport, tls: bool) -> SimulatedEndpoint:
-        endpoint = SimulatedEndpoint(member.name, self._network, self.task, self._fence)
+        endpoint = SimulatedEndpoint(member.name, self._network, self.task, self._fence, self._allocate)
         self.endpoints.append(endpoint)
         return endpoint
 
     def _fence(self) -> Fence | None:
         return None if self.worker is None else self.worker._fence
 
+    def _allocate(self) -> None:
+        if self.lacks_memory:
+            raise MemoryError(f"{self.name} cannot allocate memory for a message")
+
     def _spend(self, rows: int) -> None:
-        self._world.block(SLICE_S * (1 + rows / 100))
+        self._world.block(self._processes.pace.slice_s * (1 + rows / 100))
 
     def exit(self, reason: str) -> None:
         """The process has ended, or is killed."""
@@ -95,8 +100,8 @@ class Processes(Launcher):
         refuses: processes cannot be started.
     """
 
-    def __init__(self, network: Network) -> None:
-        self.network = network
+    def __init__(self, network: Network, pace: Pace) -> None:
+        self.network, self.pace = network, pace
         self.server: SimulatedServer
         self.all: dict[str, Process] = {}
         self.refuses = False
@@ -105,7 +110,7 @@ class Processes(Launcher):
     def default_kind(self, pool: Pool) -> str:
         return "cpu"
 
-    def waiting(self, role: Role) -> int:
+    def waiting(self, pool: Pool) -> int:
         return 0
 
     def validate_pool(self, role: Role, kind: str, count: int) -> None:

@@ -5,14 +5,21 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lamina.core.errors import LaminaError
+from lamina.core.topology import Pool
+from lamina.engine.engine import Engine
 from tests.simulation.control import ENGINE, Process
+from tests.simulation.moments import MOMENTS
 from tests.simulation.scenario import Fault
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Simulation
 
 LAG_S = 0.02  # by how much a slow worker is late at most, whenever it wakes up
-CHANGES: Sequence[Mapping[str, int]] = [
+CHANGES: Sequence[Mapping[Pool, int]] = [
+    {"prefill": 1, "compute": -1},
+    {"prefill": -1, "compute": 1},
+    {"prefill": 1},
+    {"prefill": -1},
     {"compute": 1},
     {"memory": 1},
     {"memory": 1},
@@ -24,7 +31,7 @@ CHANGES: Sequence[Mapping[str, int]] = [
     {"memory": -1},
     {"compute": -1, "memory": -1},
 ]
-"""Changes of the sizes of pools."""
+"""Changes of the sizes of pools: of ``compute`` and ``prefill`` in replicas."""
 
 
 class Faults:
@@ -37,11 +44,27 @@ class Faults:
     def __init__(self, run: "Simulation") -> None:
         self._run = run
         self.happened: list[int] = []
+        self._waiting: list[Fault] = []  # for their moments
 
-    def happen(self, fault: Fault) -> None:
+    def begin(self, fault: Fault) -> None:
+        """Let a fault happen now, or at its moment."""
+        if fault.moment:
+            self._waiting.append(fault)
+        else:
+            self._happen(fault)
+
+    def on_turn(self, engine: Engine) -> None:
+        """Let faults happen whose moment this turn of the engine is."""
+        for fault in [one for one in self._waiting if all(MOMENTS[name](engine) for name in one.moment)]:
+            self._waiting.remove(fault)
+            self._run.world.call_later(0.0, partial(self._happen, fault))
+
+    def _happen(self, fault: Fault) -> None:
         """Let a fault happen, unless the run is calm."""
         if self._run.calm:
             return
+        if fault.moment:
+            self._run.world.tell(f"moment: {', '.join(fault.moment)}")
         self.happened.append(fault.number)
         act: Callable[[Fault], None] = getattr(self, f"_{fault.kind}")
         act(fault)
@@ -66,6 +89,18 @@ class Faults:
         if (victim := self._victim(fault)) is not None:
             self._tell(f"kill {victim.name}")
             victim.exit("killed by signal 9")
+
+    def _wipe(self, fault: Fault) -> None:
+        """Kill all workers of a role, as if their machine had failed."""
+        role = "compute" if fault.choice < 0.5 else "memory"
+        self._tell(f"kill all {role} workers")
+        for victim in [one for one in self._run.processes.living.values() if one.role == role]:
+            victim.exit("its machine has failed")
+
+    def _fail(self, fault: Fault) -> None:
+        if (victim := self._victim(fault)) is not None:
+            self._tell(f"{victim.name} cannot allocate memory")
+            victim.lacks_memory = True
 
     def _stop(self, fault: Fault) -> None:
         if (victim := self._victim(fault)) is not None:
@@ -127,7 +162,9 @@ class Faults:
         assert run.engine is not None
         if run.is_down:
             return
-        changes = CHANGES[int(fault.choice * len(CHANGES))]
+        each = run.engine.topology.pipeline.workers
+        chosen = CHANGES[int(fault.choice * len(CHANGES))]
+        changes = {pool: count * (1 if pool == "memory" else each) for pool, count in chosen.items()}
         told = ", ".join(f"{role} {count:+d}" for role, count in changes.items())
         self._tell(f"scale {told}")
         try:
@@ -143,6 +180,8 @@ class Faults:
         run.network.heal()
         run.processes.refuses = run.disks.fail = False
         tasks = [process.task for process in run.processes.living.values()]
+        for process in run.processes.living.values():
+            process.lacks_memory = False
         for task in tasks if run.engine_task is None else [*tasks, run.engine_task]:
             task.lag_s = 0.0
             task.stopped_until = min(task.stopped_until, run.world.now)

@@ -29,11 +29,11 @@ from lamina.splitter import Crossing, SliceOutput
 
 VOCABULARY = 256
 LAYERS = 3
-WINDOW = 24  # of layer 1
+WINDOW = 24  # of all layers but the first: several, since layers with one window share rows of KV
 QUERY_HEADS, KV_HEADS, SIZE = 4, 2, 8
 VALUES = 64  # of a dimension: sums over a thousand tokens are exact in float32
 ATTENTIONS = tuple(
-    AttentionSpec(layer, QUERY_HEADS, KV_HEADS, SIZE, SIZE, 1.0, window=WINDOW if layer == 1 else 0)
+    AttentionSpec(layer, QUERY_HEADS, KV_HEADS, SIZE, SIZE, 1.0, window=WINDOW if layer else 0)
     for layer in range(LAYERS)
 )
 _CONTEXT = (Crossing("state", (1,), torch.int64),)

@@ -95,13 +95,25 @@ class SimulatedPeer:
 class SimulatedEndpoint:
     """One end of the data plane. Implements ``transport.base.Endpoint`` over a ``Network``."""
 
-    def __init__(self, name: str, network: Network, task: Task, fence: Callable[[], Fence | None]) -> None:
-        """``fence``: Returns that of its worker, once there is one."""
+    def __init__(
+        self,
+        name: str,
+        network: Network,
+        task: Task,
+        fence: Callable[[], Fence | None],
+        allocate: Callable[[], None],
+    ) -> None:
+        """Create an endpoint without an arena.
+
+        Args:
+            fence: Returns that of its worker, once there is one.
+            allocate: Called before a message is sent; raises MemoryError if there is no memory for it.
+        """
         self.name = name
         self.spin_s = 0.0
         self.task = task
         self.is_closed = False
-        self._network, self._world, self._fence = network, network.world, fence
+        self._network, self._world, self._fence, self._allocate = network, network.world, fence, allocate
         self._number = len(network.endpoints)
         network.endpoints.append(self)
         self._arena: OwnArena | None = None
@@ -254,6 +266,7 @@ class SimulatedEndpoint:
         self._require_connected(peer)
         if self.task.dead:
             return
+        self._allocate()
         there, own = self._known(peer).endpoint, self._fence()
         sent = None if own is None else own.epoch
 

@@ -15,10 +15,39 @@ from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
 from lamina.core.types import Partition, SamplingParams
 from tests.simulation.model import LAYERS, VOCABULARY
+from tests.simulation.moments import MOMENTS
 
 LONGEST = 160  # tokens of a request
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long processes take, in seconds of simulated time.
+
+    Attributes:
+        start_s: For a process to start.
+        slice_s: For a slice, and for each of its rows a hundredth of that.
+    """
+
+    start_s: float = 0.5
+    slice_s: float = 2e-3
+
+
+KNOBS: Mapping[tuple[str, str], Sequence[float]] = {
+    ("lamina.memory.device.windows", "FEWEST"): [1, 1, 48, 1024],
+    ("lamina.schedule.moves", "TOKENS_PER_STEP"): [1, 16, 256],
+    ("lamina.schedule.moves", "LOOK_STEPS"): [2, 32],
+    ("lamina.schedule.moves", "BACK_STEPS"): [4, 256],
+    ("lamina.kv.balancing", "LEAST"): [4, 64],
+    ("lamina.kv.prefix_tree", "GRAIN"): [1, 8, 64],
+    ("lamina.schedule.growth", "CHEAP"): [0, 0, 32],
+    ("lamina.schedule.recipients", "RELEASE_S"): [0.05, 1.0],
+    ("lamina.schedule.batches", "SMALLEST"): [4, 64],
+}
+"""Constants of the product that make a branch rare with small clusters and short requests, and values to choose from
+instead. None of them may change a token."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +60,8 @@ class Layout:
         local: Whether compute workers hold KV.
         config: Settings of the engine.
         jitter: How much longer messages take than on a quiet network, by plane, as ``Network.jitter``.
+        pace: How long processes take, as ``Pace``.
+        knobs: Values of constants of the product, by module and name.
     """
 
     computes: int
@@ -38,6 +69,8 @@ class Layout:
     local: bool
     config: EngineConfig
     jitter: Mapping[str, float]
+    pace: Pace
+    knobs: Mapping[tuple[str, str], float]
 
 
 def layout(seed: int) -> Layout:
@@ -57,11 +90,11 @@ def _layout(chance: random.Random) -> Layout:
     """Return a cluster, which the runtime may refuse."""
     ranks, stages = chance.choice([1, 1, 1, 1, 1, 2]), chance.choice([1, 1, 1, 1, 1, 2, LAYERS])
     replicas, prefill = chance.choice([1, 1, 2, 3]), chance.choice([0, 0, 0, 1])
-    memories, local = chance.choice([1, 2, 2, 3]), chance.random() < 0.3
+    memories, local = chance.choice([1, 2, 2, 3, 3]), chance.random() < 0.3
     if local:
         memories -= 1
     computes, units = (replicas + prefill) * ranks * stages, (replicas + prefill) * stages
-    partition: Partition = chance.choice(["auto", "auto", "token", "request", "head"])
+    partition: Partition = chance.choice(["auto", "auto", "token", "request", "head", "head"])
     longest = None if partition == "request" else chance.choice([None, None, 40])
     sequences = chance.choice([2, 4, 4, 8])
     spills = chance.random() < 0.3
@@ -74,7 +107,7 @@ def _layout(chance: random.Random) -> Layout:
         memory=",".join(pools),
         transport="tcp",
         threads=1,
-        kv_cache_memory_bytes=chance.choice([150_000, 250_000, 500_000]),
+        kv_cache_memory_bytes=chance.choice([70_000, 150_000, 250_000, 500_000]),
         kv_tokens_per_worker=longest,
         kv_overcommit=3.0 if spills else 1.0,
         kv_spill_dir="disk" if spills else None,
@@ -94,7 +127,9 @@ def _layout(chance: random.Random) -> Layout:
         generation_config="none",
     )
     jitter = {plane: chance.choice([1.0, 1.0, 20.0, 400.0]) for plane in ("control", "data", "fetch")}
-    return Layout(computes, memories, local, config, jitter)
+    pace = Pace(chance.choice([0.02, 0.5]), chance.choice([5e-4, 2e-3, 2e-3, 1e-2]))
+    knobs = {place: chance.choice(values) for place, values in KNOBS.items()}
+    return Layout(computes, memories, local, config, jitter, pace, knobs)
 
 
 @dataclass(frozen=True)
@@ -166,17 +201,27 @@ class Load:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong: what, when, for how long, and a number that selects its victim."""
+    """Something that goes wrong.
+
+    Attributes:
+        at: When it happens, or when it begins to wait for its moment.
+        seconds: How long it lasts.
+        choice: Selects the victim.
+        moment: Names of ``moments.MOMENTS`` that must all be true when it happens.
+    """
 
     number: int
     at: float
     kind: str
     seconds: float
     choice: float
+    moment: Sequence[str] = ()
 
 
 KINDS: dict[str, float] = {
     "kill": 3.0,
+    "wipe": 1.0,
+    "fail": 1.0,
     "stop": 2.0,
     "lag": 1.0,
     "block": 1.0,
@@ -199,11 +244,14 @@ def faults(seed: int, seconds: float) -> list[Fault]:
     weights = {kind: weight for kind, weight in KINDS.items() if chance.random() >= LEFT_OUT}
     pause_s, series = chance.choice([0.3, 0.7, 0.7, 2.0, 5.0]), chance.choice([0.0, 0.3, 0.6])
     lengths = _some(chance, [0.02, 0.2, 1.0, 3.0, 8.0, 20.0])
+    timed, moments = chance.choice([0.0, 0.5, 1.0]), _some(chance, [*MOMENTS])
     found, at = list[Fault](), 0.0
     while weights and at < seconds:
         at += chance.expovariate(1.0) * (0.05 if chance.random() < series else pause_s)
         kind = chance.choices([*weights], [*weights.values()])[0]
-        found.append(Fault(len(found), at, kind, chance.choice(lengths), chance.random()))
+        lasts, choice = chance.choice(lengths), chance.random()
+        moment = [chance.choice(moments) for _ in range(chance.randint(1, 2))] if chance.random() >= timed else []
+        found.append(Fault(len(found), at, kind, lasts, choice, moment))
     return found
 
 

@@ -30,7 +30,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
     from tests.simulation.cluster import Simulation
     from tests.simulation.scenario import faults
 
-    first, second = (Simulation(5, faults(5, 60), 400).run() for _ in range(2))
+    first, second = (Simulation(17, faults(17, 60), 200).run() for _ in range(2))
     assert not first.failure and len(first.happened) > 3
     assert first == second
 

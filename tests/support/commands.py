@@ -16,7 +16,6 @@ from lamina import cli
 
 LAMINA = [sys.executable, "-m", "lamina"]
 RUN_S = 120.0
-END_S = 20.0
 
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-END_S = 60.0
+END_S = 120.0  # of what takes a second or two on an idle machine
 
 
 def wait_until(condition: Callable[[], object], otherwise: str = "", timeout_s: float = END_S) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from lamina.core.errors import ModelError, RequestError
+from lamina.core.types import ChatSettings
 from lamina.models.directory import ModelDirectory, find
 from lamina.text.chat_template import DEFAULT_TEMPLATE
 from lamina.text.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -250,6 +251,15 @@ def test_chat_template_renders_as_transformers(tmp_path: Path, template: str, ad
     assert Tokenizer(directory).apply_chat_template(MESSAGES, add_generation_prompt) == expected
 
 
+def test_a_model_without_a_template_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = Tokenizer(save(tmp_path, byte_level()))
+    for _ in range(2):
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}]) == "user: x\nassistant:"
+    assert caplog.text.count("has no chat template") == 1
+    with pytest.raises(RequestError, match="messages is a text; give a list"):
+        tokenizer.apply_chat_template("x")  # type: ignore[arg-type]
+
+
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 ]
@@ -353,18 +363,149 @@ def test_bundled_chat_template_renders_as_transformers(ours: dict[str, Tokenizer
     assert ours["bundled"].apply_chat_template(MESSAGES) == expected
 
 
-def test_template_may_live_in_tokenizer_config(tmp_path: Path) -> None:
+NAMED = {"default": "plain", "tool_use": "{{ tools[0].function.name }}", "rag": "no"}
+TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+
+
+def write_templates(path: Path, form: str, templates: dict[str, str]) -> None:
+    """Write named templates in one of the three forms that transformers reads."""
+    if form == "config":
+        config = json.loads((path / "tokenizer_config.json").read_text())
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+        (path / "tokenizer_config.json").write_text(json.dumps(config))
+        return
+    (path / "additional_chat_templates").mkdir()
+    for name, text in templates.items():
+        alone = form == "files" and name == "default"
+        file = path / "chat_template.jinja" if alone else path / "additional_chat_templates" / f"{name}.jinja"
+        file.write_text(text)
+
+
+@pytest.mark.parametrize("form", ["config", "files", "folder"])
+def test_of_several_templates_the_one_for_tools_is_used_with_tools(tmp_path: Path, form: str) -> None:
     directory = save(tmp_path, byte_level())
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    config["chat_template"] = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert Tokenizer(directory).apply_chat_template([{"role": "user", "content": "x"}]) == "yes"
+    write_templates(tmp_path, form, NAMED)
+    theirs, messages = AutoTokenizer.from_pretrained(tmp_path), [{"role": "user", "content": "x"}]
+    ours = Tokenizer(directory)
+    for tools in (None, [TOOL]):
+        expected = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+        assert ours.apply_chat_template(messages, tools=tools) == expected == ("f" if tools else "plain")
+
+
+@pytest.mark.parametrize("form", ["config", "folder"])
+def test_several_templates_without_a_default_are_an_error(tmp_path: Path, form: str) -> None:
+    directory = save(tmp_path, byte_level())
+    write_templates(tmp_path, form, {"rag": "no", "tool_use": "yes"})
+    messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(ValueError, match="no default"):
+        AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, tokenize=False)
+    with pytest.raises(
+        RequestError, match="named rag, tool_use, but none named default; give one with --chat-template"
+    ):
+        Tokenizer(directory).apply_chat_template(messages)
+    given = Tokenizer(directory, ChatSettings(template="given"))
+    assert given.apply_chat_template(messages) == "given"
 
 
 def test_without_a_template_the_plain_one_is_used(tmp_path: Path) -> None:
     tokenizer = Tokenizer(save(tmp_path, byte_level()))
     parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]
     assert tokenizer.apply_chat_template([{"role": "user", "content": parts}]) == "user: Hello\nthere\nassistant:"
+
+
+PARTS = {
+    "gemma": "{%- if message['content'] is string -%}{{ message['content'] | trim }}"
+    "{%- elif message['content'] is iterable -%}{%- for item in message['content'] -%}"
+    "{%- if item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}{%- endif -%}",
+    "glm": "{% macro visible(content) %}{% if content is string %}{{ content }}{% else %}{% for item in content %}"
+    "{{ item.text if item is mapping else item }}{% endfor %}{% endif %}{% endmacro %}{{ visible(message.content) }}",
+    "lists alone": "{% for part in message.content | selectattr('type', 'equalto', 'text') %}"
+    "<{{ part.text }}>{% endfor %}",
+}
+"""Templates of a message that read lists of parts, as those of these families do."""
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_templates_that_read_parts_get_them_as_transformers_gives_them(tmp_path: Path, name: str) -> None:
+    template = "{% for message in messages %}[" + PARTS[name] + "]{% endfor %}"
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for count in (1, 2, 3):
+        parts = [{"type": "text", "text": f" {n}x "} for n in range(count)]
+        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts[:1]}]
+        expected = theirs.apply_chat_template(messages, tokenize=False)
+        assert tokenizer.apply_chat_template(messages, False) == expected
+        mixed = [{"role": "user", "content": "0x"}, *messages]
+        shown = "[<0x>]" if name == "lists alone" else "[0x]"  # transformers would give the template the characters
+        assert tokenizer.apply_chat_template(mixed, False) == shown + expected
+
+
+@pytest.mark.parametrize("template", [CHATML, "{% for message in messages %}[" + PARTS["glm"] + "]{% endfor %}"])
+def test_refusals_and_texts_of_the_responses_api_are_texts(tmp_path: Path, template: str) -> None:
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
+    plain, other = (
+        tokenizer.apply_chat_template([{"role": "assistant", "content": content}])
+        for content in (
+            [{"type": "text", "text": text} for text in "abc"],
+            [
+                {"type": "input_text", "text": "a"},
+                {"type": "output_text", "text": "b"},
+                {"type": "refusal", "refusal": "c"},
+            ],
+        )
+    )
+    assert plain == other
+
+
+@pytest.mark.parametrize("stripping", ["", " | trim"])
+@pytest.mark.parametrize("content", ["<", "end", "m", "I am", " a b ", "a\n", "user", "é\n\n"])
+def test_the_last_message_is_continued_as_by_transformers(tmp_path: Path, content: str, stripping: str) -> None:
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content"
+        + stripping
+        + " }}<|im_end|>\n{% endfor %}"
+    )
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert tokenizer.apply_chat_template(messages, False, None, None, True) == expected
+
+
+def test_a_message_with_calls_is_continued_by_templates_that_join_their_arguments(tmp_path: Path) -> None:
+    template = (
+        "{% for message in messages %}[{{ message.content }}{% for call in message.tool_calls or [] %}"
+        "{{ call.function.name + call.function.arguments }}{% endfor %}]{% endfor %}"
+    )
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "assistant", "content": "So"}]
+    assert tokenizer.apply_chat_template(messages, False, None, None, True) == '[f{"a": 1}][So'
+
+
+@pytest.mark.parametrize(
+    "template", ["{% set n = namespace(__class__=1) %}", "{% set n = namespace() %}{% set n._a = 1 %}"]
+)
+def test_namespaces_have_no_names_that_python_reads(tmp_path: Path, template: str) -> None:
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
+    with pytest.raises(RequestError, match="namespace has no attribute"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_namespaces_and_dicts_work(tmp_path: Path) -> None:
+    template = (
+        "{% set n = namespace(self=1, b=2) %}{% set n.c = 3 %}{{ n.self }}{{ n.b }}{{ n.c }}{{ dict(a=4).a }}"
+        "{{ dict.fromkeys(['x'], 5).x }}"
+    )
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}]) == "12345"
+
+
+def test_the_last_message_with_parts_is_continued(tmp_path: Path) -> None:
+    template = "{% for message in messages %}[" + PARTS["glm"] + "]{% endfor %}"
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert tokenizer.apply_chat_template([{"role": "user", "content": parts}], False, None, None, True) == "[ab"
 
 
 @pytest.mark.parametrize(

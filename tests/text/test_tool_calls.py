@@ -98,6 +98,71 @@ def test_what_is_no_call_is_content(family: str, text: str) -> None:
         assert not calls and (content == text or (family == "hermes" and text.startswith("<tool_call>")))
 
 
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        *((family, "See:\n```python\nx = 1\n```\nand ```y```") for family in TOOL_PARSERS),
+        ("hermes", "a </tool_call> b"),
+        ("hermes", "<tool_call>{bad}</tool_call>"),
+        ("llama3_json", '{"name": "Bob", "age": 5}'),
+        ("llama3_json", '{"name": "Bob"'),
+        ("llama3_json", '{"city": "Rome", "name": "x", "n": {"parameters": 1}} yes'),
+    ],
+)
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_what_resembles_a_call_is_content_unchanged(family: str, text: str, seed: int | None) -> None:
+    sizes = None if seed is None else random.Random(seed)
+    assert read(TOOL_PARSERS[family](), text, sizes) == (text, "", [])
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_text_after_a_call_is_content_as_written(seed: int | None) -> None:
+    for form in ("hermes", "deepseek v3", "deepseek v3.1", "mistral names"):
+        family, text = FORMS[form]
+        code = "So:\n```sh\nls\n```\ndone"
+        content, _, calls = read(TOOL_PARSERS[family](), text + code, None if seed is None else random.Random(seed))
+        assert content.strip() == code and len(calls) == len(CALLS)
+
+
+@pytest.mark.parametrize(
+    ("family", "marker", "rest"),
+    [("mistral", "[TOOL_CALLS]", "is a marker"), ("deepseek_v3", "<｜tool▁call▁begin｜>", "is a marker")],
+)
+def test_text_behind_a_marker_that_begins_no_call_is_content(family: str, marker: str, rest: str) -> None:
+    assert read(TOOL_PARSERS[family](), "It " + marker + rest, None) == ("It " + rest, "", [])
+
+
+def test_a_bare_object_with_a_name_alone_is_a_call_without_arguments() -> None:
+    assert read(TOOL_PARSERS["llama3_json"](), '{"name": "now"}', None) == ("", "", [("now", "{}")])
+
+
+PIECES = (
+    *("a", " ", "\n", "```", "{", "}", "[", "]", ",", ";", "function", '"name"', '{"name": "f"}', '{"a": 1}', "<tool"),
+    *('{"name": "f", "arguments": {"x": 1}}', '{"name": "f", "parameters": "{}"}', "<tool_call>", "</tool_call>"),
+    *(
+        "[TOOL_CALLS]",
+        "f[ARGS]{}",
+        "<|python_tag|>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+    ),
+    *("g\n```json\n{}", "\n```", "<｜tool▁call▁end｜>", "<think>", "</think>"),
+)
+
+
+@pytest.mark.parametrize("family", TOOL_PARSERS)
+def test_answers_of_any_pieces_are_read_alike_however_they_are_cut(family: str) -> None:
+    draw = random.Random(family)
+    for _ in range(300):
+        text = "".join(draw.choices(PIECES, k=draw.randint(1, 8)))
+        whole, cut = (
+            read(ReasoningParser(TAGS["deepseek_r1"], False, TOOL_PARSERS[family]()), text, sizes)
+            for sizes in (None, draw)
+        )
+        assert whole == cut, text
+
+
 def test_arguments_stream_before_they_are_complete() -> None:
     parser = TOOL_PARSERS["hermes"]()
     assert parser.append('<tool_call>{"name": "get"') == [CallBegins(0, "get")]

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from lamina.transport import listener
-from lamina.transport.listener import Descriptor
+from lamina.transport.listener import SocketDescriptor
 from lamina.transport.tcp import TcpEndpoint
 from tests.transport.far import SECRET
 
@@ -30,17 +30,17 @@ def frame(offset: int, nbytes: int, doorbell: int = NO_DOORBELL, sequence: int =
 
 
 def described(endpoint: TcpEndpoint, **changes: Any) -> bytes:
-    where = msgspec.msgpack.decode(endpoint.descriptor(), type=Descriptor)
+    where = msgspec.msgpack.decode(endpoint.descriptor(), type=SocketDescriptor)
     return msgspec.msgpack.encode(msgspec.structs.replace(where, **changes))
 
 
 def port_of(endpoint: TcpEndpoint) -> int:
-    return msgspec.msgpack.decode(endpoint.descriptor(), type=Descriptor).port
+    return msgspec.msgpack.decode(endpoint.descriptor(), type=SocketDescriptor).port
 
 
 def raw_stream(endpoint: TcpEndpoint, stream: int = 1, *, is_new: bool = True) -> tuple[socket.socket, int]:
     """An authenticated raw connection, and the position of the next byte that the receiver needs."""
-    where = msgspec.msgpack.decode(endpoint.descriptor(), type=Descriptor)
+    where = msgspec.msgpack.decode(endpoint.descriptor(), type=SocketDescriptor)
     request = struct.pack("<QQ??", stream, 77, is_new, False)
     connection, answer = listener.attempt(where, SECRET, request, TIMEOUT_S, TIMEOUT_S)
     return connection, struct.unpack("<Q", answer)[0]

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from lamina.core.errors import PeerLostError, TransportError
-from lamina.transport.shm import Descriptor, ShmEndpoint
+from lamina.transport.shm import ShmDescriptor, ShmEndpoint
 from tests.transport.conftest import FarProcess, files_left
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def endpoint() -> Iterator[ShmEndpoint]:
 
 
 def altered(endpoint: ShmEndpoint, **changes: int) -> bytes:
-    where = msgspec.msgpack.decode(endpoint.descriptor(), type=Descriptor)
+    where = msgspec.msgpack.decode(endpoint.descriptor(), type=ShmDescriptor)
     return msgspec.msgpack.encode(msgspec.structs.replace(where, **changes))
 
 
@@ -62,7 +62,7 @@ def test_another_protocol_is_refused(endpoint: ShmEndpoint) -> None:
 
 
 def test_an_arena_cannot_be_shrunk(endpoint: ShmEndpoint) -> None:
-    where = msgspec.msgpack.decode(endpoint.descriptor(), type=Descriptor)
+    where = msgspec.msgpack.decode(endpoint.descriptor(), type=ShmDescriptor)
     with pytest.raises(PermissionError):
         os.ftruncate(where.fd, 0)
 

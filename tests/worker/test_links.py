@@ -16,7 +16,7 @@ from lamina.dataplane.channel import Channel
 from lamina.dataplane.slot import Slot
 from lamina.dataplane.transport_choice import Transport
 from lamina.transport.endpoint import SPIN_S, WaitInTurns
-from lamina.transport.listener import Descriptor, decode
+from lamina.transport.listener import SocketDescriptor, decode
 from lamina.transport.shm import ShmEndpoint
 from lamina.transport.tcp import TcpEndpoint
 from lamina.worker import links as module
@@ -124,7 +124,7 @@ def test_who_tries_another_in_vain_first_still_proves_its_link(
     monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 3.0)
     three = cluster("a", "b", "silent")
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        where = decode(three.offers["silent"].descriptors[TCP], "tcp", Descriptor)
+        where = decode(three.offers["silent"].descriptors[TCP], "tcp", SocketDescriptor)
         nowhere = msgspec.msgpack.encode(replace(where, port=silent.getsockname()[1]))
         three.offers["silent"].descriptors[TCP] = nowhere
         answers = three.link({("a", "silent"): TCP, ("a", "b"): TCP})

@@ -43,7 +43,7 @@ from lamina.transport.base import (
     part_nbytes,
 )
 from lamina.transport.endpoint import ListeningEndpoint, ListeningOwn, Options
-from lamina.transport.listener import Descriptor
+from lamina.transport.listener import SocketDescriptor
 from lamina.transport.rdma import events as rdma_events
 from lamina.transport.rdma.events import Events
 from lamina.transport.rdma.ports import SelectedPort, choose, inventory, own_numa_node
@@ -84,7 +84,7 @@ def _verbs() -> Any:
 class RdmaPeer:
     """A connected remote arena."""
 
-    def __init__(self, where: Descriptor, connection: socket.socket, sender: Sender) -> None:
+    def __init__(self, where: SocketDescriptor, connection: socket.socket, sender: Sender) -> None:
         self.where = where
         self.name = where.name
         self.nbytes = where.nbytes
@@ -169,7 +169,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         self._shared.pop(key).close()
 
     def connect(self, descriptor: bytes, timeout_s: float) -> RdmaPeer:
-        where = listener.decode(descriptor, "rdma", Descriptor)
+        where = listener.decode(descriptor, "rdma", SocketDescriptor)
         with contextlib.ExitStack() as undo:
             connection, pair, granted = self._join(where, timeout_s, undo)
             sender = Sender(self._registered().device, pair, granted, where.name)
@@ -179,7 +179,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         return peer
 
     def _join(
-        self, where: Descriptor, timeout_s: float, undo: contextlib.ExitStack
+        self, where: SocketDescriptor, timeout_s: float, undo: contextlib.ExitStack
     ) -> tuple[socket.socket, QueuePair, Granted]:
         """Make another queue pair to a peer, with its TCP connection."""
         pair = undo.enter_context(contextlib.closing(QueuePair(self._registered().device)))

@@ -44,6 +44,7 @@ class Cuda:
         torch.cuda.set_device(self.place)
         self._stream = torch.cuda.Stream(self.place)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._first: torch.cuda.CUDAGraph | None = None  # without a graph, torch ends the pool
         self._host = HostMemory(_register, torch.cuda.cudart().cudaHostUnregister)  # type: ignore[no-untyped-call]
         self.name = torch.cuda.get_device_name(self.place)
         # torch's kernels for other GPUs read on the host how many rows each expert has.
@@ -64,6 +65,7 @@ class Cuda:
                 self._drop(graph)
                 raise
             graph.capture_end()
+        self._first = self._first or graph
         current.wait_stream(self._stream)
         return graph.replay
 
@@ -87,7 +89,7 @@ class Cuda:
             graph.capture_end()
         except RuntimeError:  # the recording is invalid; the first error says why
             torch._C._cuda_endAllocateToPool(self.place.index, self._pool)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._first = torch.cuda.graph_pool_handle(), None
 
     def compiled(self, graph: Main) -> Main | None:
         torch._inductor.config.compile_threads = 1  # no processes besides, which might outlive this one

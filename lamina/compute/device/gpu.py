@@ -176,7 +176,7 @@ class GpuRunner(GpuCarrier):
         for key, piece in {piece.prelude_key: piece for piece in self._slices.values()}.items():
             if key not in placed.prepared:
                 placed.prepared[key] = piece.prepare(rows.positions)
-            self._take_in(piece, rows, placed, placed.prepared[key])
+            self._fill_shared(piece, rows, placed, placed.prepared[key])
 
     def launch(self, index: int, count: int, arrived: Sequence[Tensor]) -> Sequence[Tensor]:
         recorded = self._recorded.get((index, count))
@@ -184,7 +184,7 @@ class GpuRunner(GpuCarrier):
         results = self._launch(self._slices[index], count, inputs, None if recorded is None else recorded.main)
         taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         context = [each.clone() if each.untyped_storage().data_ptr() in taken else each for each in results[3:]]
-        return *self._fix(count, results[:3]), *context
+        return *self._copy_results(count, results[:3]), *context
 
     def _results(self, index: int, rows: Rows, arrived: Sequence[Tensor]) -> Sequence[Tensor]:
         piece, count = self._slices[index], len(rows.ids)
@@ -195,7 +195,7 @@ class GpuRunner(GpuCarrier):
         if count > ROWS[-1] or not piece.capturable:
             there = [tensor.to(self._kit.place) for tensor in arrived]
             return piece(prepared, placed.ids, placed.positions, there)
-        self._take_in(piece, rows, placed, prepared)
+        self._fill_shared(piece, rows, placed, prepared)
         inputs = self._fill_inputs(count, arrived)
         recorded = self._recorded.get((index, count))
         if recorded is None:
@@ -204,7 +204,7 @@ class GpuRunner(GpuCarrier):
         return recorded.results
 
     def _fill_inputs(self, count: int, arrived: Sequence[Tensor]) -> list[Tensor]:
-        """Copy what a slice of ``count`` rows is given to where its recording reads it, and return that memory."""
+        """Copy the inputs of a slice of ``count`` rows to where its recording reads them, and return that memory."""
         inputs = [self._at(f"in {number}", count, tensor) for number, tensor in enumerate(arrived)]
         for fixed, tensor in zip(inputs, arrived, strict=True):
             if fixed.data_ptr() != tensor.data_ptr():
@@ -216,8 +216,8 @@ class GpuRunner(GpuCarrier):
             rows.placed = _Placed(rows.ids.to(self._kit.place), rows.positions.to(self._kit.place))
         return rows.placed
 
-    def _take_in(self, piece: PlacedSlice, rows: Rows, placed: _Placed, prepared: tuple[Tensor, ...]) -> None:
-        """Copy the values that the step's slices share into fixed memory, unless they are there."""
+    def _fill_shared(self, piece: PlacedSlice, rows: Rows, placed: _Placed, prepared: tuple[Tensor, ...]) -> None:
+        """Copy what all slices of a step read (ids, positions, ``prepared``) to fixed memory, unless it is there."""
         count = len(rows.ids)
         for what, tensor in (("ids", placed.ids), ("positions", placed.positions)):
             if self._held.get((what, 0)) is not rows:
@@ -242,7 +242,7 @@ class GpuRunner(GpuCarrier):
 
         def record(main: Main) -> Replay:
             def work() -> None:
-                fixed[:] = self._fix(count, self._launch(piece, count, inputs, main))
+                fixed[:] = self._copy_results(count, self._launch(piece, count, inputs, main))
 
             replay = self._kit.capture(work)
             made.append((replay, main))
@@ -257,8 +257,8 @@ class GpuRunner(GpuCarrier):
         positions = self._at("positions", count, torch.empty(0, dtype=torch.int64))
         return piece(self._prepared[piece.prelude_key, count], ids, positions, inputs, main)
 
-    def _fix(self, count: int, results: Sequence[Tensor]) -> list[Tensor]:
-        """Copy results to fixed memory, and return that."""
+    def _copy_results(self, count: int, results: Sequence[Tensor]) -> list[Tensor]:
+        """Copy results to fixed memory, and return that memory."""
         fixed = [self._at(f"out {number}", count, tensor) for number, tensor in enumerate(results)]
         for target, tensor in zip(fixed, results, strict=True):
             target.copy_(tensor)

@@ -71,7 +71,7 @@ class KvSlab:
 def pair_table(
     segments: SegmentTable, tables: npt.NDArray[Any] | None = None, new_rows: npt.NDArray[Any] | None = None
 ) -> PairArray:
-    """int32 [S, 8]: the device's description of every pair of a step.
+    """Return the device's description of every pair of a step, int32 [S, 8].
 
     Args:
         segments: lengths and positions; its slots are not read if ``tables`` is given.
@@ -183,19 +183,22 @@ class _Plan:
     splits: Any
 
     def part_rows(self, pairs: _PairClass) -> int:
-        """Rows of the partials of split tiles, at most."""
+        """Return the most rows that the partials of split tiles may have."""
         return self.bound * pairs.spec.kv_heads * pairs.block_m
 
 
 class Scratch:
-    """Memory for what one attention leaves for its last kernel. Those of one stream share it: they run in order."""
+    """Memory for the partials that an attention's first kernel writes and its last one merges.
+
+    Attentions of one stream share it, because they run in order.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._buffers = [backend.empty((0,), np.float32)]
 
     def allocate_floats(self, count: int) -> Any:
-        """Memory for ``count`` float32. Smaller buffers are kept: captured graphs point to them."""
+        """Return memory for ``count`` float32. Smaller buffers are kept, because captured graphs point to them."""
         if len(self._buffers[-1]) < count:
             self._buffers.append(self._backend.empty((count,), np.float32))
         return self._buffers[-1]
@@ -204,13 +207,13 @@ class Scratch:
 class Attention:
     """Runs the attention of one memory worker's steps on one GPU. One thread owns it.
 
-    ``begin`` sends a step's table (a few words per pair and row) and cuts its work; everything happens on the device,
-    in stream order. ``partial`` can be captured in a CUDA graph after it has run once, which compiles and allocates.
-    Replays use the tables sent last, and are valid for steps of the same ``step_class``, with prompt chunks only if the
-    captured step had them.
+    ``upload_pairs`` sends a step's table (a few words per pair and row) and cuts its work; everything happens on the
+    device, in stream order. ``partial`` can be captured in a CUDA graph after it has run once, which compiles and
+    allocates. Replays use the tables sent last, and are valid for steps of the same ``step_class``, with prompt chunks
+    only if the captured step had them.
 
     Attributes:
-        capacity: as given.
+        capacity: The largest step.
     """
 
     def __init__(
@@ -325,8 +328,11 @@ class Attention:
             self._run(pairs, given if pairs.rows[0] == 1 else replace(given, new=None), scratch or self._scratch)
 
     def reserve(self, spec: AttentionSpec, element: KvElement, query: npt.DTypeLike) -> set[Program]:
-        """Take the memory that attentions like this need in steps of any lengths within the capacity, and return the
-        programs that they launch for queries of this type; if a query ``sees_all``, in steps with an order too."""
+        """Allocate the memory that attentions of ``spec`` need in steps of any lengths within the capacity.
+
+        Returns the programs that they launch for queries of type ``query``: if a query ``sees_all``, also those of
+        steps with an order.
+        """
         programs, rows, joins = {plan_program(self.capacity.pairs)}, 0, sees_all(spec)
         for pairs in _PairClass.all(spec, element, self.capacity.rows):
             programs |= {combine_program(spec, pairs.block_m, each) for each in {False, joins}}
@@ -370,7 +376,7 @@ class Attention:
         return plan
 
     def _cut(self, pairs: _PairClass, step_class: tuple[Context, bool]) -> _Plan:
-        """How the work of these pairs is cut in steps of a class, and memory for its items."""
+        """Return how the work of these pairs is cut in steps of a class, with memory for its items."""
         spec, group = pairs.spec, pairs.spec.query_heads // pairs.spec.kv_heads
         shape = Shape(*step_class, pairs.rows[0] > 1, pairs.element, group, spec.qk_dim)
         tiling = self._choices.tiling(shape, pairs.block_m, self._backend.capability)
@@ -402,7 +408,7 @@ def append(backend: Backend, slab: KvSlab, k: Any, v: Any, slots: Any) -> None:
 
 
 def merge(backend: Backend, outs: Any, lses: Any, out: Any, lse: Any, sinks: Any = None) -> None:
-    """Merges P partials of the same rows, over disjoint tokens.
+    """Merge P partials of the same rows, over disjoint tokens.
 
     Args:
         outs: float32 [P, R, Hq, Dv].

@@ -16,7 +16,7 @@ from lamina.core.types import AttentionSpec, KvElement
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
 from lamina.kernels.gpu.backend import Backend
 from lamina.kernels.gpu.specialize import attend_program, decode_tile, prompt_tile, sees_all
-from lamina.kernels.gpu.tilings import Choices, Context, Shape, Tiling
+from lamina.kernels.gpu.tilings import TALL_WARPS, Choices, Context, Shape, Tiling, is_tall
 from lamina.kernels.segments import SegmentTable
 
 logger = logging.getLogger(__name__)
@@ -42,10 +42,12 @@ NARROW = (
     Tiling(128, 4, 3, 2),
     Tiling(128, 4, 3, 3),
 )
-"""Tried for elements of 8 bits. Their programs are bound by instructions, of which 4 warps with many tokens have the
-fewest per element: 6.1 for 128 tokens and 7.9 for 64 with 8 warps, in the code for compute capability 9.0."""
+"""Tried for elements of 8 bits. Their programs are bound by instructions: 4.2 and 4.7 an element where codes are
+converted two at a time, in the code for compute capability 9.0."""
 PROMPT = (Tiling(64, 4, 3, 2), Tiling(64, 8, 3, 2), Tiling(32, 4, 3, 2), Tiling(64, 8, 3, 1), Tiling(128, 8, 3, 1))
 """Tried for prompt chunks, whose programs have four times the query rows and more registers."""
+TALL = (Tiling(64, TALL_WARPS, 3, 2),)
+"""For tall tiles over elements of 8 bits: the one whose results have been checked on a GPU."""
 WAVES = (1, 2)
 PROMPT_ROWS = 64
 SLAB_BYTES = 256 << 20  # several times what any GPU's cache holds; longer contexts read it more than once
@@ -88,8 +90,10 @@ def fastest(seconds: Mapping[Tiling, float]) -> Tiling:
     return min(seconds, key=seconds.__getitem__)
 
 
-def candidates(element: KvElement, prompt: bool) -> Sequence[Tiling]:
-    """Return the tilings to measure. The caller also varies their number of waves."""
+def candidates(element: KvElement, prompt: bool, block_m: int) -> Sequence[Tiling]:
+    """Return the tilings to measure for tiles of ``block_m`` rows. The caller also varies their number of waves."""
+    if is_tall(element, block_m):
+        return TALL
     if prompt:
         return PROMPT
     return NARROW if element.scaled else WIDE
@@ -134,7 +138,7 @@ def _fitting(
 ) -> list[Tiling]:
     """Return the candidates that this GPU has room for, in every variant that steps may need."""
     block_m, found = tile(spec, element, prompt), list[Tiling]()
-    for tiling in candidates(element, prompt):
+    for tiling in candidates(element, prompt, block_m):
         given = spec, element, tiling, block_m, query, backend.capability
         variants = [attend_program(*given)]
         if not prompt:

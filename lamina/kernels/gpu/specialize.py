@@ -10,6 +10,8 @@ from lamina.kernels.gpu.backend import ALIGNMENT, SLAB_NAMES, TRITON_NAMES, Cons
 from lamina.kernels.gpu.tilings import Tiling
 
 LARGEST_TILE = 64
+LEAST_BLOCK = 16  # rows and columns of the smallest tile that tensor cores multiply
+TWO_CODES = 80  # from this compute capability on, codes are converted two at a time; 0 stands for GPUs of other makers
 HARDWARE_FP8 = 89  # from this compute capability on, e4m3 is converted by an instruction
 COMBINED_PARTS = 16  # partials that ``combine`` reads at once
 WRITTEN_WORDS = 256  # words of page tables that one program writes
@@ -71,6 +73,7 @@ def attend_program(
     value_product = "bf16" if element.scaled else SLAB_NAMES[element]
     product = "fp16" if element.scaled and query_name == "fp16" else value_product
     slab = [f"*{SLAB_NAMES[element]}"] * 2
+    halves = all(dim % 2 == 0 and _block(dim) >= 2 * LEAST_BLOCK for dim in (spec.qk_dim, spec.v_dim))
     program = _program(
         "triton_attend.attend",
         [f"*{query_name}", *slab, *["*fp32"] * 2, *[f"*{new_name}"] * 2, "*fp32"]
@@ -88,6 +91,7 @@ def attend_program(
         capped=spec.softcap > 0,
         alibi=spec.alibi_slopes is not None,
         element=_element_code(element, capability),
+        by_twos=element.scaled and product == "bf16" and halves and capability >= TWO_CODES,
         appends=new is not None,
         joins=joins,
         product=product,
@@ -249,4 +253,4 @@ def power_of_two(number: int) -> int:
 
 
 def _block(size: int) -> int:
-    return max(16, power_of_two(size))  # tensor cores multiply tiles of at least 16
+    return max(LEAST_BLOCK, power_of_two(size))

@@ -73,6 +73,15 @@ SHARED_BYTES = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 1
 technical specifications); 64 for GPUs not listed."""
 
 
+TALL_WARPS = 8
+"""Warps of programs with tall tiles over 8-bit KV: with 4, Triton 3.6 computed wrong results on an H200."""
+
+
+def is_tall(element: KvElement, block_m: int) -> bool:
+    """Return whether a tile of ``block_m`` rows over such KV needs ``TALL_WARPS``."""
+    return element.scaled and block_m >= 64
+
+
 def classify(tokens: npt.NDArray[np.int32]) -> tuple[Context, bool]:
     """Context class and raggedness of the segments' lengths; without segments, normal and even."""
     longest = int(tokens.max(initial=0))
@@ -93,7 +102,7 @@ def default(shape: Shape, block_m: int, capability: int) -> Tiling:
     if shape.element is KvElement.FLOAT32:
         return Tiling(16, 8, 3, 2, waves)  # products without tensor cores keep their operands in registers
     block_n = max(16, min(64, 8 * 1024 // width))
-    warps = 8 if block_m * width > 8 * 1024 or shape.element.scaled else 4
+    warps = TALL_WARPS if block_m * width > 8 * 1024 or is_tall(shape.element, block_m) else 4
     resident = (16 if block_m * width <= 2 * 1024 else 8) // warps
     free_bytes = SHARED_BYTES.get(capability, 64) * 1024 // resident - (block_m + 16) * width * 2
     while block_n > 16 and 2 * block_n * width * STORAGE[shape.element].itemsize > free_bytes:
@@ -110,7 +119,10 @@ class Choices:
 
     def tiling(self, shape: Shape, block_m: int, capability: int) -> Tiling:
         """Return the measured tiling of ``shape``, or the default."""
-        return self.measured.get(str(shape)) or default(shape, block_m, capability)
+        found = self.measured.get(str(shape))
+        if found is None or (is_tall(shape.element, block_m) and found.warps != TALL_WARPS):
+            return default(shape, block_m, capability)
+        return found
 
     @property
     def kept(self) -> bool:

@@ -24,6 +24,8 @@ INT8 = tl.constexpr(1)
 FP8 = tl.constexpr(2)
 FP8_BY_BITS = tl.constexpr(3)
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter runs no assembly
+
 
 @triton.jit
 def visible_range(first_query, last_query, kv_start, tokens, window, chunk):
@@ -109,6 +111,64 @@ def widen(stored, to: tl.constexpr, element: tl.constexpr):
         return (half.to(tl.float16, bitcast=True) * 256.0).to(to)
     else:
         return stored.to(to)
+
+
+# PTX that converts two codes to bfloat16 at once: those in bytes 0 and 2 of $1 (LOW), or in bytes 1 and 3 (HIGH).
+# int8: 128 plus the code's low 7 bits, less 128 or, for negative codes, 256. e4m3: its exponent counts from 7 and
+# bfloat16's from 127, so it is 2**120 too small after its bits are shifted into place. Both are exact.
+INT8_LOW = tl.constexpr("""{
+    .reg .b32 a, b, c;
+    lop3.b32 a, $1, 0x007f007f, 0x43004300, 0xEA;
+    lop3.b32 b, $1, 0x00800080, 0x43004300, 0xEA;
+    mov.b32 c, 0xBF80BF80;
+    fma.rn.bf16x2 $0, b, c, a;
+}""")
+INT8_HIGH = tl.constexpr("""{
+    .reg .b32 a, b, c;
+    shr.u32 a, $1, 8;
+    lop3.b32 b, a, 0x00800080, 0x43004300, 0xEA;
+    lop3.b32 a, a, 0x007f007f, 0x43004300, 0xEA;
+    mov.b32 c, 0xBF80BF80;
+    fma.rn.bf16x2 $0, b, c, a;
+}""")
+FP8_LOW = tl.constexpr("""{
+    .reg .b32 a, b, c, z;
+    shl.b32 a, $1, 4;
+    and.b32 a, a, 0x07f007f0;
+    shl.b32 b, $1, 8;
+    lop3.b32 a, b, 0x80008000, a, 0xEA;
+    mov.b32 c, 0x7B807B80;
+    mov.b32 z, 0x80008000;
+    fma.rn.bf16x2 $0, a, c, z;
+}""")
+FP8_HIGH = tl.constexpr("""{
+    .reg .b32 a, c, z;
+    shr.u32 a, $1, 4;
+    and.b32 a, a, 0x07f007f0;
+    lop3.b32 a, $1, 0x80008000, a, 0xEA;
+    mov.b32 c, 0x7B807B80;
+    mov.b32 z, 0x80008000;
+    fma.rn.bf16x2 $0, a, c, z;
+}""")
+
+
+@triton.jit
+def widen_half(codes, second: tl.constexpr, element: tl.constexpr):
+    """Return the first or the ``second`` code of the two that each int16 holds, without its scale, as bfloat16.
+
+    Tensor cores take operands of 16 bits: single bytes would be loaded from shared memory one by one.
+    """
+    if INTERPRETED:
+        code = (codes >> 8 if second else codes) & 0xFF
+        return widen(code.to(tl.int8 if element == INT8 else tl.uint8), tl.bfloat16, element)
+    elif element == INT8:
+        return tl.inline_asm_elementwise(
+            INT8_HIGH if second else INT8_LOW, "=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            FP8_HIGH if second else FP8_LOW, "=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
 
 
 @triton.jit
@@ -208,13 +268,20 @@ def store_result(out, lse, row, top, total, acc, alive, v_dim: tl.constexpr, blo
 
 
 @triton.jit
-def attend(
+def load_rows(head, slot, there, stride, width: tl.constexpr, block: tl.constexpr):
+    """Return the rows of one KV head in the given slots, [slots, block]; 0 beyond ``width`` and where none is there."""
+    d = tl.arange(0, block)
+    return tl.load(head + slot[:, None] * stride + d[None, :], mask=there[:, None] & (d < width)[None, :], other=0)
+
+
+@triton.jit
+def attend(  # noqa: PLR0912, PLR0915
     q, k, v, k_scales, v_scales, new_k, new_v, slopes,
     tables, items, splits, order, out, lse, part_out, part_lse,
     pair_count, scale, softcap,
     kv_heads: tl.constexpr, group: tl.constexpr, qk_dim: tl.constexpr, v_dim: tl.constexpr,
     window: tl.constexpr, chunk: tl.constexpr, capped: tl.constexpr, alibi: tl.constexpr,
-    element: tl.constexpr, appends: tl.constexpr, joins: tl.constexpr,
+    element: tl.constexpr, by_twos: tl.constexpr, appends: tl.constexpr, joins: tl.constexpr,
     product: tl.constexpr, value_product: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
 ):  # fmt: skip
@@ -224,6 +291,7 @@ def attend(
     and new_v [new rows, Hkv, ...]; tables int32; slopes float32 [Hq]; out float32 [R, Hq, Dv] and lse float32 [R, Hq]
     for tiles in one part; else part_out float32 [items, Hkv, block_m, Dv] and part_lse. With ``joins``, the pairs'
     query row i is row ``order[i]`` of q, and every tile is written to part_out, which ``combine`` merges into out.
+    With ``by_twos``, codes are read two at a time, and the even and the odd dimensions are multiplied apart.
     """
     head, item = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads  # the other axes have 65,535 at most
     # K and V depend on two earlier reads of memory: one line with the item, together with the count; then the slots.
@@ -242,7 +310,7 @@ def attend(
     )
     begin, end = tl.maximum(begin, first), tl.minimum(end, last)
 
-    d, dv = tl.arange(0, block_d), tl.arange(0, block_dv)
+    d = tl.arange(0, block_d)
     given = tl.load(order + first_row + row, mask=alive, other=0) if joins else first_row + row
     q_row, q_kept = given.to(tl.int64) * (kv_heads * group) + query_head, alive[:, None] & (d < qk_dim)[None, :]
     queries = tl.load(q + q_row[:, None] * qk_dim + d[None, :], mask=q_kept, other=0.0).to(product)
@@ -258,16 +326,22 @@ def attend(
         acc = tl.zeros([block_m, block_dv], tl.float32)
 
     head_k, head_v = k + head * qk_dim, v + head * v_dim
+    if by_twos:
+        first_queries, second_queries = tl.split(tl.reshape(queries, [block_m, block_d // 2, 2]))
+        first_acc, second_acc = tl.split(tl.reshape(acc, [block_m, block_dv // 2, 2]))
+        head_k2 = head_k.to(tl.pointer_type(tl.int16), bitcast=True)
+        head_v2 = head_v.to(tl.pointer_type(tl.int16), bitcast=True)
     for at in range(begin, end, block_n):
         n = at + tl.arange(0, block_n)
         there = n < end
         slot = tl.load(table + n, mask=there, other=0).to(tl.int64)
-        keys = tl.load(
-            head_k + slot[:, None] * (kv_heads * qk_dim) + d[None, :],
-            mask=there[:, None] & (d < qk_dim)[None, :],
-            other=0,
-        )
-        scores = tl.dot(queries, tl.trans(widen(keys, product, element)), input_precision="ieee") * scale
+        if by_twos:
+            keys = load_rows(head_k2, slot, there, kv_heads * qk_dim // 2, qk_dim // 2, block_d // 2)
+            scores = tl.dot(first_queries, tl.trans(widen_half(keys, False, element)))
+            scores = tl.dot(second_queries, tl.trans(widen_half(keys, True, element)), scores) * scale
+        else:
+            keys = load_rows(head_k, slot, there, kv_heads * qk_dim, qk_dim, block_d)
+            scores = tl.dot(queries, tl.trans(widen(keys, product, element)), input_precision="ieee") * scale
         if element != PLAIN:
             scores *= tl.load(k_scales + slot * kv_heads + head, mask=there, other=0.0)[None, :]
         key_position = (kv_start + n)[None, :]
@@ -280,16 +354,20 @@ def attend(
         total = total * shrink + tl.sum(weights, 1)
         if element != PLAIN:
             weights *= tl.load(v_scales + slot * kv_heads + head, mask=there, other=0.0)[None, :]
-        values = tl.load(
-            head_v + slot[:, None] * (kv_heads * v_dim) + dv[None, :],
-            mask=there[:, None] & (dv < v_dim)[None, :],
-            other=0,
-        )
-        acc = acc * shrink[:, None] + tl.dot(
-            weights.to(value_product), widen(values, value_product, element), input_precision="ieee"
-        )
+        if by_twos:
+            values = load_rows(head_v2, slot, there, kv_heads * v_dim // 2, v_dim // 2, block_dv // 2)
+            weights = weights.to(value_product)
+            first_acc = tl.dot(weights, widen_half(values, False, element), first_acc * shrink[:, None])
+            second_acc = tl.dot(weights, widen_half(values, True, element), second_acc * shrink[:, None])
+        else:
+            values = load_rows(head_v, slot, there, kv_heads * v_dim, v_dim, block_dv)
+            acc = acc * shrink[:, None] + tl.dot(
+                weights.to(value_product), widen(values, value_product, element), input_precision="ieee"
+            )
         top = new_top
 
+    if by_twos:
+        acc = tl.interleave(first_acc, second_acc)
     if joins or parts > 1:
         part_row = (item.to(tl.int64) * kv_heads + head) * block_m + tl.arange(0, block_m)
         store_result(part_out, part_lse, part_row, top, total, acc, alive, v_dim, block_dv)

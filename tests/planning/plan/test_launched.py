@@ -27,9 +27,10 @@ from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.ways import Kind, Partition, Way, layouts, ways
 from lamina.splitter.parts import Rank
 from lamina.text.tokenizer import Tokenizer
-from tests.support.commands import END_S, RUN_S, start
+from tests.support.commands import RUN_S, start
 from tests.support.random_models import greedy
 from tests.support.sweep import sweep
+from tests.support.waiting import END_S
 
 CATALOGUE = hardware.load()
 CPU = replace(CATALOGUE["h100"], kind="cpu")  # as `lamina plan --measure` names this machine

@@ -1,0 +1,66 @@
+"""When the next step of a lane is planned behind a running one: as late as keeps its compute worker busy. Pure.
+
+A request joins a lane with the lane's next plan. If that plan is made as soon as the step before it begins, a request
+whose prompt a prefill lane has just computed waits for the rest of the running step and for the planned one. If the
+plan is made shortly before the running step ends, the request waits for the running step alone.
+"""
+
+import collections
+import math
+from dataclasses import dataclass
+
+from lamina.schedule.pace import LEARN
+
+MARGIN_S = 0.002  # for the engine to wake up, and for a plan to reach its workers
+
+
+@dataclass(slots=True)
+class _Durations:
+    """Recent durations of a lane's steps, in seconds."""
+
+    mean_s: float
+    deviation_s: float = 0.0
+
+    def add_sample(self, seconds: float) -> None:
+        self.deviation_s += LEARN * (abs(seconds - self.mean_s) - self.deviation_s)
+        self.mean_s += LEARN * (seconds - self.mean_s)
+
+    @property
+    def least_s(self) -> float:
+        """Seconds that most steps take at least; a step that takes less waits ``MARGIN_S`` for the next plan."""
+        return max(0.0, self.mean_s - self.deviation_s - MARGIN_S)
+
+
+class PlanTimes:
+    """Predicts the ends of running steps, by lane. Steps of a lane run one after another."""
+
+    def __init__(self) -> None:
+        self._durations: dict[int, _Durations] = {}
+        self._in_flight = collections.Counter[int]()
+        self._begun: dict[int, float] = {}  # when the running step of a lane began
+        self._ended = collections.Counter[int]()  # steps since the last ``set_time``
+
+    def on_planned(self, lane: int, now: float) -> None:
+        """Record a step that is sent to its workers."""
+        self._in_flight[lane] += 1
+        if self._in_flight[lane] == 1:
+            self._begun[lane] = now
+
+    def on_step_done(self, lane: int) -> None:
+        """Record that the running step of a lane has ended, before the next ``set_time``."""
+        self._in_flight[lane] -= 1
+        self._ended[lane] += 1
+
+    def set_time(self, now: float) -> None:
+        """Learn from the steps that have ended. ``now`` is in seconds of any monotonic clock."""
+        for lane, steps in self._ended.items():
+            seconds = (now - self._begun[lane]) / steps
+            self._durations.setdefault(lane, _Durations(seconds)).add_sample(seconds)
+            self._begun[lane] = now
+        self._ended.clear()
+
+    def due(self, lane: int) -> float:
+        """Return when the next step of a lane is to be planned; -inf if none runs there, or none has ended yet."""
+        if not self._in_flight[lane] or lane not in self._durations:
+            return -math.inf
+        return self._begun[lane] + self._durations[lane].least_s

@@ -1,0 +1,123 @@
+"""When the next step of a lane is planned, if requests come to it from lanes that only run prompts."""
+
+import heapq
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from lamina.control.messages import StepDone
+from lamina.core.pipeline import Pipeline
+from lamina.core.steps import StepPlan
+from lamina.core.topology import FIRST, Member, Topology
+from lamina.kv.placement import Placement
+from lamina.schedule.limits import Limits
+from lamina.schedule.plan_times import MARGIN_S
+from lamina.schedule.turn import Turn
+from tests.support.schedules import request
+
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=4000)
+DECODE_S, PROMPT_S = 0.050, 0.120
+MEMORY = Member("memory0", "memory", "cpu", "a", 9000)
+
+
+class Workers:
+    """Virtual workers around a turn: each replica runs one step at a time, and a plan reaches it after ``MARGIN_S``.
+
+    Attributes:
+        begun: Time at which each step began, by number.
+        ended: Time at which it ended.
+        idle_s: Seconds that the last replica waited for plans between its first step and its last one.
+        first: Time of a request's first token; ``second``: and of its second.
+    """
+
+    def __init__(self, pipeline: Pipeline, seconds: Callable[[StepPlan], float]) -> None:
+        self.pipeline, self.seconds = pipeline, seconds
+        self.turn = Turn(LIMITS, Placement({"memory0": 9000}), pipeline, attentions=2, kv_heads=2)
+        self.now = self.idle_s = 0.0
+        self.begun, self.ended = dict[int, float](), dict[int, float]()
+        self.first, self.second = dict[str, float](), dict[str, float]()
+        self._free = [math.nan] * pipeline.replicas
+        self._running: list[tuple[float, int]] = []
+
+    def _send(self) -> None:
+        for plan in self.turn.plan(self.now):
+            replica = self.pipeline.replica(plan.lane, 0)
+            free = self._free[replica]
+            came = self.now + MARGIN_S
+            if replica == self.pipeline.replicas - 1 and came > free:
+                self.idle_s += came - free
+            begin = came if math.isnan(free) else max(came, free)
+            end = begin + (self.seconds(plan) if plan.runs else 0.0)
+            self.begun[plan.step], self.ended[plan.step], self._free[replica] = begin, end, end
+            heapq.heappush(self._running, (end, plan.step))
+
+    def run(self, until: float) -> None:
+        self._send()
+        while self.now < until:
+            wake = min(until, self.turn.next_plan_at)
+            if self._running and self._running[0][0] <= wake:
+                self.now, step = heapq.heappop(self._running)
+                rows = len(self.turn.in_flight[step].sequences)
+                for done in self.turn.in_order(StepDone(step, [], rows=rows)):
+                    for group, completion in self.turn.complete(done).values():
+                        name = group.request.request_id
+                        times = self.second if name in self.first else self.first
+                        times.setdefault(name, self.now)
+                        completion.generated.append(7)
+            else:
+                self.now = wake
+            self._send()
+
+
+def run_prompts(pipeline: Pipeline, jitter: float) -> Workers:
+    """Let prompts of 0.12 s arrive at random times while a request decodes in steps of about 0.05 s."""
+    draw = random.Random(5)
+
+    def seconds(plan: StepPlan) -> float:
+        if plan.chunks:
+            return PROMPT_S
+        return DECODE_S * (1 + jitter * draw.uniform(-1, 1))
+
+    workers = Workers(pipeline, seconds)
+    workers.turn.scheduler.submit(request("running", 8, max_tokens=3000))
+    workers.run(2.0)
+    for number in range(60):
+        workers.turn.scheduler.submit(request(str(number), 16, max_tokens=2))
+        workers.run(workers.now + draw.uniform(0.3, 0.6))
+        workers.turn.scheduler.abort(str(number))
+    return workers
+
+
+@pytest.mark.parametrize(("jitter", "share"), [(0.0, 0.9), (0.2, 0.75)])
+def test_a_request_decodes_in_the_next_step_that_begins_after_its_prompt(jitter: float, share: float) -> None:
+    workers = run_prompts(Pipeline(2, 2, prefill=1), jitter)
+    skipped = []
+    for number in range(60):
+        first, second = workers.first[str(number)], workers.second[str(number)]
+        later = [step for step, begin in workers.begun.items() if begin > first and workers.ended[step] < second]
+        skipped.append(len(later))
+    assert sum(not one for one in skipped) >= share * len(skipped), skipped
+    assert max(skipped) <= 1
+
+
+@pytest.mark.parametrize(("jitter", "share"), [(0.0, 0.001), (0.2, 0.01)])
+def test_the_decoding_replica_hardly_ever_waits_for_a_plan(jitter: float, share: float) -> None:
+    workers = run_prompts(Pipeline(2, 2, prefill=1), jitter)
+    assert workers.idle_s < share * workers.now
+
+
+def test_lanes_that_run_their_own_prompts_plan_their_next_step_at_once() -> None:
+    workers = run_prompts(Pipeline(2, 2), 0.0)
+    assert workers.turn.next_plan_at == math.inf
+    assert [plan.lane for plan in workers.turn.in_flight.values()] == [0, 0]
+
+
+def test_a_new_epoch_plans_its_first_steps_at_once() -> None:
+    workers = run_prompts(Pipeline(2, 2, prefill=1), 0.0)
+    topology = Topology(FIRST, (Member("compute1", "compute", "cpu", "a"), MEMORY), Pipeline(1, 1))
+    workers.turn.end_epoch(topology)
+    assert list(workers.turn.plan(workers.now)) == [] and workers.turn.next_plan_at == math.inf
+    workers.turn.begin_epoch()
+    assert sum(plan.runs for plan in workers.turn.plan(workers.now)) == 2
