@@ -457,6 +457,50 @@ def test_refusals_and_texts_of_the_responses_api_are_texts(tmp_path: Path, templ
     assert plain == other
 
 
+@pytest.mark.parametrize("stripping", ["", " | trim"])
+@pytest.mark.parametrize("content", ["<", "end", "m", "I am", " a b ", "a\n", "user", "é\n\n"])
+def test_the_last_message_is_continued_as_by_transformers(tmp_path: Path, content: str, stripping: str) -> None:
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content"
+        + stripping
+        + " }}<|im_end|>\n{% endfor %}"
+    )
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert tokenizer.apply_chat_template(messages, False, None, None, True) == expected
+
+
+def test_a_message_with_calls_is_continued_by_templates_that_join_their_arguments(tmp_path: Path) -> None:
+    template = (
+        "{% for message in messages %}[{{ message.content }}{% for call in message.tool_calls or [] %}"
+        "{{ call.function.name + call.function.arguments }}{% endfor %}]{% endfor %}"
+    )
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "assistant", "content": "So"}]
+    assert tokenizer.apply_chat_template(messages, False, None, None, True) == '[f{"a": 1}][So'
+
+
+@pytest.mark.parametrize(
+    "template", ["{% set n = namespace(__class__=1) %}", "{% set n = namespace() %}{% set n._a = 1 %}"]
+)
+def test_namespaces_have_no_names_that_python_reads(tmp_path: Path, template: str) -> None:
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
+    with pytest.raises(RequestError, match="namespace has no attribute"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_namespaces_and_dicts_work(tmp_path: Path) -> None:
+    template = (
+        "{% set n = namespace(self=1, b=2) %}{% set n.c = 3 %}{{ n.self }}{{ n.b }}{{ n.c }}{{ dict(a=4).a }}"
+        "{{ dict.fromkeys(['x'], 5).x }}"
+    )
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}]) == "12345"
+
+
 def test_the_last_message_with_parts_is_continued(tmp_path: Path) -> None:
     template = "{% for message in messages %}[" + PARTS["glm"] + "]{% endfor %}"
     tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
