@@ -69,6 +69,14 @@ def test_requests_span_the_local_memory_of_two_replicas(family: str, tmp_path: P
     )
 
 
+@pytest.mark.slow
+def test_requests_span_the_local_memory_of_two_gpus(tmp_path: Path) -> None:
+    """GPUs attend for each other through the memory of their hosts."""
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    holders, shape = {"compute0", "compute1"}, {"compute": "emulated:2", "kv_tokens_per_worker": 8}
+    check_greedy("llama", tmp_path, memory="local", holders=holders, lengths=(1, 13), tokens=5, **shape)  # type: ignore[arg-type]
+
+
 def test_requests_span_the_local_memory_of_tensor_parallel_replicas(tmp_path: Path) -> None:
     """Ranks of one replica attend for those of the other while they wait for each other in sums."""
     check_greedy(
