@@ -321,6 +321,12 @@ def test_bad_arguments_are_refused(lamina: Lamina) -> None:
         lamina.chat([[]], GREEDY)
 
 
+def test_a_seed_of_minus_one_is_random_as_in_vllm(lamina: Lamina) -> None:
+    assert SamplingParams(seed=-1).seed is None
+    asked = {"seed": -1, "max_tokens": 8, "temperature": 2.0}
+    assert len({tuple(lamina.generate("a", asked)[0].outputs[0].token_ids) for _ in range(3)}) == 3
+
+
 def test_bad_settings_are_refused_before_anything_starts(tmp_path: Path) -> None:
     text = tmp_path / "model"
     text.write_text("not a directory")

@@ -7,6 +7,7 @@ without it, prefill and decode are as fast as with float16 KV and flash attentio
 
 import ctypes
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,7 +59,7 @@ def converted(model: Path, weights: str) -> Path:
     if not place.exists():
         params = llama_cpp.llama_model_quantize_default_params()
         params.ftype = FILE_TYPES[weights]
-        part = place.with_suffix(".part")
+        part = unfinished(place)
         code = llama_cpp.llama_model_quantize(str(dense).encode(), str(part).encode(), ctypes.byref(params))
         if code != 0:
             raise RuntimeError(f"llama_model_quantize of {dense} to {weights} returned {code}")
@@ -66,10 +67,16 @@ def converted(model: Path, weights: str) -> Path:
     return place
 
 
+def unfinished(place: Path) -> Path:
+    """Return where this process writes a file before it is renamed to ``place``: others may be writing it too."""
+    return place.with_suffix(f".{os.getpid()}.part")
+
+
 def write_gguf(model: Path, place: Path) -> None:
     """Write a Llama as llama.cpp's own converter does: matrices in bfloat16, norms in float32."""
     config = json.loads((model / "config.json").read_text())
-    writer = gguf.GGUFWriter(place.with_suffix(".part"), "llama")
+    part = unfinished(place)
+    writer = gguf.GGUFWriter(part, "llama")
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -95,7 +102,7 @@ def write_gguf(model: Path, place: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    place.with_suffix(".part").rename(place)
+    part.rename(place)
 
 
 def interleaved(weight: npt.NDArray[np.uint16], head_dim: int) -> npt.NDArray[np.uint16]:

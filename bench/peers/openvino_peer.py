@@ -34,9 +34,9 @@ def converted(model: Path, weights: str) -> Path:
     if not place.exists():
         command = Path(sys.executable).with_name("optimum-cli")
         options = ["--task", "text-generation-with-past", "--weight-format", FORMATS[weights]]
-        subprocess.run(
-            [command, "export", "openvino", "--model", model, *options, place], check=True, stdout=sys.stderr
-        )
+        part = place.with_name(place.name + ".part")
+        subprocess.run([command, "export", "openvino", "--model", model, *options, part], check=True, stdout=sys.stderr)
+        part.rename(place)
     return place
 
 

@@ -13,6 +13,7 @@ import typer
 from lamina.cli import options
 from lamina.config.engine_config import EngineConfig, check_writable
 from lamina.core.errors import ConfigError, EngineDeadError, RequestError
+from lamina.core.types import is_unicode
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
@@ -73,7 +74,8 @@ def _requests(source: Path) -> Iterator[dict[str, Any]]:
 
 
 def _find_error(request: Any) -> str | None:
-    if not isinstance(request, dict) or not isinstance(request.get("custom_id"), str):
+    identifier = request.get("custom_id") if isinstance(request, dict) else None
+    if not isinstance(identifier, str) or not is_unicode(identifier):
         return "give an object with a text custom_id"
     if request.get("method", "POST") != "POST" or not str(request.get("url")).startswith("/v1/"):
         return "method must be POST, and url a path such as /v1/chat/completions"

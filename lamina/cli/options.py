@@ -220,7 +220,7 @@ def sampling_params(
     defaults = sampling_defaults(find(config.model, weights=False, tokenizer=False), config.generation_config)
     if used := {name: value for name, value in defaults.items() if name not in given}:
         notes().print(f"Sampling as in generation_config.json: {describe_defaults(used)}.", soft_wrap=True)
-    seed = secrets.randbits(31) if seed is None else seed
+    seed = secrets.randbits(31) if seed in (None, -1) else seed
     chosen: dict[str, Any] = {"max_tokens": None, "temperature": TEMPERATURE, **defaults, **given}
     return SamplingParams(**chosen, seed=seed)
 

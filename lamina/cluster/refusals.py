@@ -213,6 +213,9 @@ def _of_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence
         )
 
 
+APART = "tensor-parallel replicas on GPUs attend only to KV in their own memory, and so decode only what they prefill"
+
+
 def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> Iterator[Refusal]:
     given, several_replicas = f"memory {','.join(memories)}", len(computes) > config.tensor_parallel
     if REMOTE in computes:
@@ -233,21 +236,22 @@ def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Se
             "a lane stays on the replica that has the KV of its requests",
             "leave out pipelining",
         )
-    if config.prefill is not None:
+    keeps_apart = config.tensor_parallel > 1 and not set(computes) <= {CPU}
+    if keeps_apart and config.prefill is not None:
         yield Refusal(
-            f"{given} and prefill {config.prefill}",
-            "the KV of a prompt is in the memory of the replica that ran it, and stays there",
+            f"{given}, tensor_parallel {config.tensor_parallel} and prefill {config.prefill}",
+            APART,
             "use memory workers, such as --memory cpu:1",
         )
-    if config.autoscale is not None and "prefill" in parse_bounds(config.autoscale):
+    if keeps_apart and config.autoscale is not None and "prefill" in parse_bounds(config.autoscale):
         yield Refusal(
-            f"{given} and autoscale {config.autoscale}",
-            "the KV of a prompt is in the memory of the replica that ran it, and stays there",
+            f"{given}, tensor_parallel {config.tensor_parallel} and autoscale {config.autoscale}",
+            APART,
             "use memory workers, such as --memory cpu:1",
         )
     if several_replicas and config.partition == "head":
         yield Refusal(
             f"{given} of {len(computes)} compute workers and partition head",
-            "a replica attends only to KV in its own memory, so heads cannot be divided over replicas",
+            "the heads of a request stay on one replica, which attends to most KV without messages",
             "give partition auto",
         )

@@ -2,11 +2,11 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lamina.cluster.conversations import START_TIMEOUT_S
-from lamina.cluster.pool import PLACE_S, size
+from lamina.cluster.pool import CPU, PLACE_S, size
 from lamina.config.engine_config import EngineConfig, overcommit
 from lamina.control.messages import ComputeSetup, Hello, MemorySetup, ModelLoaded
 from lamina.core.errors import ConfigError
@@ -278,6 +278,7 @@ def cluster_plan(
     roles: dict[str, Role] = {name: role for role, names in kinds.items() for name in names}
     machines = Machines.from_greetings(roles, greetings)
     order = pipeline(config, len(kinds["compute"]), machines.shared or not kinds["memory"], local)
+    order = dataclasses.replace(order, lends=local and _may_lend(order, kinds["compute"].values()))
     bounds = limits(config, model, order)
     setup = ComputeSetup(
         model=str(model.path),
@@ -297,6 +298,12 @@ def cluster_plan(
         gpu_share=config.gpu_memory_utilization,
     )
     return ClusterPlan(config, kinds, greetings, machines, setup, bounds, order, is_open)
+
+
+def _may_lend(pipeline: Pipeline, kinds: Collection[str]) -> bool:
+    """Return whether replicas with local memory can attend for each other: the ranks of a replica on GPUs cannot, since
+    they wait for each other in a sum, where they serve no request."""
+    return pipeline.ranks == 1 or set(kinds) <= {CPU}
 
 
 def require_limits(config: EngineConfig, model: ModelDirectory, computes: int) -> None:

@@ -21,6 +21,7 @@ from lamina.core.steps import StepPlan
 from lamina.core.types import AttentionSpec, Overlap, Segment
 from lamina.dataplane.channel import Arrival, Channel, Message
 from lamina.dataplane.wire import (
+    LENT,
     MessageRows,
     Piece,
     attends_locally,
@@ -37,11 +38,12 @@ from lamina.splitter.parts import ONLY, Rank
 
 @dataclass(frozen=True)
 class RemoteShare:
-    """The part of a step whose attention one memory worker computes."""
+    """The part of a step whose attention one memory worker computes, or a compute worker that lends its memory."""
 
     channel: Channel
     rows: MessageRows
     pieces: tuple[Piece, ...]
+    lane: int  # of its requests
 
     @functools.cached_property
     def is_whole(self) -> bool:
@@ -99,7 +101,7 @@ class StepExchange:
         self._carrier = carrier
         self._mail = mail
         self._lane, self._turn = plan.lane, plan.turn
-        self._message_lane = plan.lane * rank.count + rank.number  # to memory workers, each rank is a lane of its own
+        lane = plan.lane * rank.count + rank.number  # to memory workers, each rank is a lane of its own
         self._dtype = carrier.dtype
         self._total = sum(len(step.tokens) for step in plan.sequences)
         self._chunks = _plan_chunks(plan)
@@ -110,7 +112,9 @@ class StepExchange:
         workers = [worker for worker in workers if share is None or worker != share.worker]
         messages = {worker: message_rows(plan, segments, worker, shards, rank.number, rank.count) for worker in workers}
         self._remotes = [
-            RemoteShare(mail.channels[worker], message, pieces(message, overlap))
+            RemoteShare(mail.channels[worker], message, pieces(message, Overlap()), lane + LENT)
+            if worker in mail.lenders
+            else RemoteShare(mail.channels[worker], message, pieces(message, overlap), lane)
             for worker, message in messages.items()
             if not message.empty
         ]
@@ -156,7 +160,7 @@ class StepExchange:
         """Send q, k and v of attention ``index`` to all memory workers. Raises PeerLostError."""
         if not self._remotes:
             return
-        lane, turn, sizes = self._message_lane, self._turn + index, self._sizes_of(spec)
+        turn, sizes = self._turn + index, self._sizes_of(spec)
         slots = [
             remote.channel.place(nbytes[0]) if remote.is_whole else None
             for remote, nbytes in zip(self._remotes, sizes, strict=True)
@@ -171,9 +175,9 @@ class StepExchange:
         bulk = self._transfers.bulk(output.k, output.v) if pulls else None
         for remote, nbytes, slot, rows, k, v in zip(self._remotes, sizes, slots, queries, keys, values, strict=True):
             if remote.is_whole:
-                remote.channel.send_message(lane, turn, nbytes[0], (k, v, rows) if slot is None else (), slot)
+                remote.channel.send_message(remote.lane, turn, nbytes[0], (k, v, rows) if slot is None else (), slot)
                 continue
-            message = remote.channel.begin(lane, turn, *nbytes)
+            message = remote.channel.begin(remote.lane, turn, *nbytes)
             if bulk is not None and remote.rows.pulled:
                 self._lay_out(remote, message, spec, bulk)
             for piece in remote.pieces:

@@ -3,16 +3,34 @@
 A message stays in its slot until it is used, so that partials are merged in place. To prevent deadlock, a message that
 occupies the last slot of its link is copied out of the slot if its lane cannot run yet. Then every link has a free
 slot, or a slot whose lane can run without waiting.
+
+Compute workers of other replicas may also send requests, for KV in this worker's local memory
+(``lamina.compute.lending``). A request that occupies the last slot of its link is always copied out.
 """
 
+import collections
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from lamina.core.errors import DeadlineError
 from lamina.core.topology import Topology
 from lamina.dataplane.channel import Arrival, Channel, Hub
 from lamina.dataplane.fetching import Fetcher
-from lamina.transport.base import Target
+from lamina.dataplane.wire import LENT
+from lamina.transport.base import Buffer, Target
 from lamina.transport.endpoint import Wait
+
+
+class Request(NamedTuple):
+    """A request of another replica.
+
+    Attributes:
+        arrival: The message.
+        body: Its bytes, which are fetched if they are larger than a slot.
+    """
+
+    arrival: Arrival
+    body: Buffer | Any
 
 
 class Mail:
@@ -22,6 +40,8 @@ class Mail:
         channels: Channels by peer.
         landing_nbytes: Most bytes of one fetch.
         missing: By lane, the peers whose messages its next slice still waits for.
+        lenders: Compute workers whose local memory may hold KV of this worker's steps.
+        requests: Requests of other replicas that have arrived, oldest first.
     """
 
     def __init__(
@@ -31,8 +51,11 @@ class Mail:
         fetcher: Fetcher,
         lanes: int,
         may_run: Callable[[int], bool] | None = None,
+        lenders: Collection[str] = (),
     ) -> None:
         """``may_run``: Returns False for a lane whose slice rank 0 has not announced."""
+        self.lenders = frozenset(lenders)
+        self.requests = collections.deque[Request]()
         self.channels = channels
         self.landing_nbytes = fetcher.landing_nbytes
         self.missing = [set[str]() for _ in range(lanes)]
@@ -48,6 +71,8 @@ class Mail:
         self._fetcher.drop_all()
         self._hub.restart(topology)
         self.channels = {name: channel for name, channel in self.channels.items() if name in topology.names}
+        self.lenders &= topology.names
+        self.requests.clear()
         self._fetched.clear()
         self._expecting.clear()
         for missing, arrived in zip(self.missing, self._arrived, strict=True):
@@ -61,6 +86,7 @@ class Mail:
         """
         kept = {name: channel for name, channel in self.channels.items() if name in topology.names}
         self.channels = {**kept, **new}
+        self.lenders = frozenset(topology.computes) & self.channels.keys() if topology.pipeline.lends else frozenset()
         for _ in range(len(self.missing), topology.pipeline.lanes):
             self.missing.append(set())
             self._arrived.append({})
@@ -84,19 +110,16 @@ class Mail:
         """Wait for a message of one of ``peers``, and receive all of their messages that have arrived.
 
         Also returns when a piece of a fetched message or a credit for a queued message arrives, or a doorbell of
-        ``besides`` rings. Returns the lanes of the messages received. Raises DeadlineError, PeerLostError.
+        ``besides`` rings, or a request of another replica arrives. Returns the lanes of the messages received, without
+        those of requests. Raises DeadlineError, PeerLostError.
         """
+        before = len(self.requests)
         # The credit for a kept message may be in the header of a message that no lane waits for yet.
         peers = list(dict.fromkeys((*peers, *(channel.name for channel in self._hub.keeping))))
-        if lanes := self._receive_from(peers):
+        if (lanes := self._receive_from(peers)) or len(self.requests) > before:
             return lanes
-        targets: list[Target] = []
-        for peer in peers:
-            targets += self.channels[peer].awaited.values()
         coming = self._fetcher.awaited
-        targets += coming
-        targets += self._hub.credits
-        targets += besides
+        targets = [*self._awaited_of(peers), *coming, *self._hub.credits, *besides]
         if not targets:
             raise DeadlineError("nothing is awaited")
         index = wait(targets, timeout_s)
@@ -109,6 +132,13 @@ class Mail:
             return self._store_piece(index)
         self._hub.send_kept()
         return []
+
+    def awaited(self, peers: Collection[str]) -> list[Target]:
+        """Return the doorbells any of which lets ``receive`` for ``peers`` do something."""
+        return [*self._awaited_of(peers), *self._fetcher.awaited, *self._hub.credits]
+
+    def _awaited_of(self, peers: Collection[str]) -> list[Target]:
+        return [target for peer in peers for target in self.channels[peer].awaited.values()]
 
     def _receive_from(self, peers: Collection[str]) -> list[int]:
         lanes: list[int] = []
@@ -126,13 +156,18 @@ class Mail:
         return bool(self._fetcher.awaited or self._hub.keeping)
 
     def _receive(self, channel: Channel, slot: int) -> int | None:
-        """Read an arrived message; return its lane, or None if its body must be fetched first."""
+        """Read an arrived message; return its lane. None: its body must be fetched first, or it is a request."""
         channel.close_slot(slot)
         arrival = channel.read(slot)
         if self._hub.keeping:
             self._hub.send_kept()  # its header may bring credits
         if arrival.body is None:
             self._fetch(arrival)
+            return None
+        if arrival.lane & LENT:
+            if not channel.awaited:
+                arrival.set_aside()
+            self._queue_request(arrival, arrival.whole)
             return None
         self._deliver(arrival)
         if not channel.awaited and not self._can_run(arrival.lane):
@@ -147,23 +182,31 @@ class Mail:
         arrival.free()
 
         def deliver() -> None:
+            if arrival.lane & LENT:  # its region may also have K and V of prompt chunks
+                self._queue_request(arrival, body)
+                return
             channel.fetched(arrival.number)
             arrival.body = body
             self._deliver(arrival)
             self._fetched.append(arrival.lane)
 
         self._fetcher.add_body(channel.name, arrival.fetched_at, body, deliver)
-        self._request_pieces()
+        self.request_pieces()
 
     def _store_piece(self, index: int) -> list[int]:
         self._fetcher.finish(index)
-        self._request_pieces()
+        self.request_pieces()
         fetched, self._fetched = self._fetched, []
         return fetched
 
-    def _request_pieces(self) -> None:
+    def request_pieces(self) -> None:
+        """Start to fetch as many queued pieces as landing slots are free. Raises PeerLostError."""
         while self._fetcher.can_start:
             self._fetcher.start_next()
+
+    def _queue_request(self, arrival: Arrival, body: Buffer | Any) -> None:
+        arrival.lane -= LENT
+        self.requests.append(Request(arrival, body))
 
     def _deliver(self, arrival: Arrival) -> None:
         peer = arrival.channel.name

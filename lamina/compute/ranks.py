@@ -12,11 +12,12 @@ import collections
 import struct
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lamina.control.messages import EndEpoch, Recall, Stop, ToWorker
+from lamina.control.messages import EndEpoch, Recall, Step, Stop, ToWorker
 from lamina.control.sockets import ControlClient
 from lamina.core.errors import DeadlineError
 from lamina.dataplane.leases import ARRIVED, FETCHED, FREED, ORDER_NBYTES, SLOTS
@@ -37,6 +38,19 @@ class EpochEndingError(Exception):
     """The engine ended the epoch, or an engine ended, while this rank waited for another rank."""
 
 
+class Meanwhile(Protocol):
+    """What a rank does for other replicas while it waits for ranks of its own."""
+
+    def targets_meanwhile(self) -> list[Target]:
+        """Return the doorbells that call for ``serve_meanwhile``."""
+
+    def serve_meanwhile(self) -> bool:
+        """Serve some of what other replicas have requested; return whether there may be more. Raises PeerLostError."""
+
+    def apply_meanwhile(self, step: Step) -> None:
+        """Apply a plan, which may be about a request."""
+
+
 class RankWait:
     """Waits for doorbells of other ranks, and stops waiting when the engine ends the epoch.
 
@@ -44,24 +58,35 @@ class RankWait:
         unread: Messages of the engine that arrived during waits, oldest first; the worker has yet to handle them.
     """
 
-    def __init__(self, wait: Wait, control: ControlClient) -> None:
-        self._wait, self._control = wait, control
+    def __init__(self, wait: Wait, control: ControlClient, meanwhile: Meanwhile | None = None) -> None:
+        self._wait, self._control, self._meanwhile = wait, control, meanwhile
         self.unread = collections.deque[ToWorker]()
 
     def __call__(self, targets: Sequence[Target], timeout_s: float) -> int:
         """Wait as ``Endpoint.wait`` does. Raises EpochEndingError, PeerLostError, DeadlineError."""
-        deadline = time.monotonic() + timeout_s
+        deadline, meanwhile, busy = time.monotonic() + timeout_s, self._meanwhile, False
         while True:
             left = deadline - time.monotonic()
+            others = [] if meanwhile is None else meanwhile.targets_meanwhile()
+            slice_s = 0.0 if busy else SLICE_S
             try:
-                return self._wait(targets, min(left, SLICE_S))
+                index = self._wait([*targets, *others], min(left, slice_s))
+                if index < len(targets):
+                    return index
             except DeadlineError:
-                if left <= SLICE_S:
+                if left <= slice_s:
                     raise
-            while (message := self._control.poll()) is not None:
-                self.unread.append(message)
-                if isinstance(message, EndEpoch | Recall | Stop):
-                    raise EpochEndingError
+            self._read_control()
+            busy = meanwhile is not None and meanwhile.serve_meanwhile()
+
+    def _read_control(self) -> None:
+        while (message := self._control.poll()) is not None:
+            if self._meanwhile is not None and isinstance(message, Step) and not self.unread:
+                self._meanwhile.apply_meanwhile(message)
+                continue
+            self.unread.append(message)
+            if isinstance(message, EndEpoch | Recall | Stop):
+                raise EpochEndingError
 
 
 class _Peer:

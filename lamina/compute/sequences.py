@@ -81,9 +81,7 @@ class Sequences:
 
     def apply_plan(self, plan: StepPlan) -> None:
         """Apply a plan's deltas."""
-        for segment in (segment for switch in plan.switches for segment in switch.segments):
-            if segment.sequence in self.segments:  # else the plan admits the sequence, or it is a cached prefix
-                self.segments[segment.sequence] = moved(self.segments[segment.sequence], segment)
+        self._switch(plan)
         for fork in plan.forks:
             if fork.child in self._completions:  # else the plan admits the child, or it is a cached prefix
                 self.segments[fork.child] = forked(self.segments[fork.parent], fork.child, fork.tokens)
@@ -95,6 +93,16 @@ class Sequences:
         for sequence, tokens in plan.histories.items():
             completion = self._completions[sequence]
             completion.generated, completion.constraint = list(tokens), None
+
+    def apply_part(self, plan: StepPlan) -> None:
+        """Apply what a plan that another replica runs moves and releases of this replica's sequences."""
+        self._switch(plan)
+        self.forget(plan.released)
+
+    def _switch(self, plan: StepPlan) -> None:
+        for segment in (segment for switch in plan.switches for segment in switch.segments):
+            if segment.sequence in self.segments:  # else the plan admits the sequence, or it is a cached prefix
+                self.segments[segment.sequence] = moved(self.segments[segment.sequence], segment)
 
     def _admit(self, admission: Admission) -> None:
         placed = by_sequence(admission.segments)

@@ -18,12 +18,13 @@ from lamina.compute.constraints import Grammars
 from lamina.compute.device import make
 from lamina.compute.device.base import Device, Runner, Sums
 from lamina.compute.exchange import StepExchange
+from lamina.compute.lending import Lender
 from lamina.compute.loading import load, load_tokenizer
 from lamina.compute.local_memory import LocalMemory
 from lamina.compute.mail import Mail
 from lamina.compute.ranks import EpochEndingError, RankWait, SliceOrder
 from lamina.compute.sequences import Sequences
-from lamina.compute.step import Replica, StepRun
+from lamina.compute.step import AHEAD_SLICE_S, Replica, StepRun
 from lamina.control.messages import (
     REPORT_S,
     ComputeSetup,
@@ -45,6 +46,7 @@ from lamina.dataplane.fetching import Fetcher
 from lamina.dataplane.wire import check_placements
 from lamina.lowering import Workspace
 from lamina.memory.device import gpu_memory
+from lamina.memory.pulls import Puller
 from lamina.splitter.parts import Rank
 from lamina.transport.base import Target
 from lamina.worker.links import (
@@ -59,7 +61,7 @@ from lamina.worker.process import run_worker
 
 IDLE_SLICE_S = 1.0
 WAITING_SLICE_S = 0.05  # how long a worker that waits for messages may leave the end of an epoch unread
-AHEAD_SLICE_S = 1e-4  # between two looks for the next plan while the device runs a step
+LENDING_SLICE_S = 0.001  # the same while other replicas need this worker, which itself may get a plan meanwhile
 
 
 @dataclass
@@ -126,12 +128,19 @@ class ComputeWorker(WorkerLoop):
         peers = [name for name in (*connect.memories, *names) if links.has(name) and name not in own]
         channels = {name: links.channel(name) for name in peers}
         self._slots.register_channels(channels.values())
-        among_ranks = RankWait(self._wait, control)
+        lends = memory is not None and connect.pipeline.lends
+        among_ranks = RankWait(self._wait, control, self if lends else None)
         self._unread = among_ranks.unread
         sums.connect(links, among_ranks, own)
         self._order = order = SliceOrder(links, among_ranks, own) if connect.pipeline.announces else None
-        fetcher = Fetcher(links.fetch, links.arena, links.plan)
-        self._mail = Mail(links.hub, channels, fetcher, lanes, None if order is None else order.may_run)
+        may_run = None if order is None else order.may_run
+        self._lender: Lender | None = None
+        if memory is not None and lends:
+            puller = Puller(links.fetch, links.arena, links.plan, memory.store)
+            self._mail = Mail(links.hub, channels, puller, lanes, may_run, set(names) & channels.keys())
+            self._lender = Lender(control, memory.store, puller, self._mail, self._timeline, connect)
+        else:
+            self._mail = Mail(links.hub, channels, Fetcher(links.fetch, links.arena, links.plan), lanes, may_run)
         self._lanes = [Lane(number) for number in range(lanes)]
         grammars = Grammars(lambda: load_tokenizer(control, setup), setup.eos_token_ids)
         self._sequences = Sequences(grammars, setup.eos_token_ids, sums.agree)
@@ -160,6 +169,7 @@ class ComputeWorker(WorkerLoop):
             if (message := self._fence.stand_by(self._wait)) is not None:
                 self._handle(message)
             return
+        served = self._serve_lent()
         active = [lane for lane in self._lanes if lane.steps]
         if len(active) > 1:
             active.sort(key=lambda lane: lane.steps[0].tick)
@@ -168,7 +178,7 @@ class ComputeWorker(WorkerLoop):
             self._receive_arrived(active if ready is None else active[: active.index(ready)])
             ready = self._first_ready(active)
         if ready is None:
-            self._idle(active)
+            self._idle(active, served)
             return
         unsent = len(self._done)
         step = ready.steps[0]
@@ -182,8 +192,34 @@ class ComputeWorker(WorkerLoop):
 
     def _can_continue(self, lane: Lane, step: StepRun) -> bool:
         """Return whether the next slice of ``step`` can run at once, and no epoch or member change is pending."""
-        same = bool(lane.steps) and lane.steps[0] is step
+        same = bool(lane.steps) and lane.steps[0] is step and not self._is_lending
         return same and self._can_run(lane) and self._fence.open and not self._newcomers.pending
+
+    @property
+    def _is_lending(self) -> bool:
+        return self._lender is not None and self._lender.is_busy
+
+    def _serve_lent(self) -> bool:
+        """Serve one cut of another replica's request, if one has arrived; return whether there was one."""
+        if self._lender is None or not self._lender.is_busy:
+            return False
+        with contextlib.suppress(DeadlineError):
+            self._receive(self._mail.lenders, 0.0)
+        return self._lender.serve()
+
+    def targets_meanwhile(self) -> list[Target]:
+        """Return the doorbells of other replicas' requests, and of what is needed to serve them."""
+        return self._mail.awaited(self._mail.lenders)
+
+    def serve_meanwhile(self) -> bool:
+        """Serve one cut of another replica's request during a slice; return whether there was one."""
+        served = self._serve_lent()
+        self._mail.flush()
+        return served
+
+    def apply_meanwhile(self, step: Step) -> None:
+        """Apply a plan during a slice."""
+        self._handle(step)
 
     def _can_run(self, lane: Lane) -> bool:
         """Return whether all messages for a lane's next slice have arrived, and rank 0 has announced the slice."""
@@ -212,6 +248,8 @@ class ComputeWorker(WorkerLoop):
         for lane in self._lanes:
             lane.drop_steps()
         self._mail.reset(topology)
+        if self._lender is not None:
+            self._lender.end_epoch(topology)
         self._replica.sums.reset(first_use(topology.epoch))
         if self._order is not None:
             self._order.reset(first_use(topology.epoch))
@@ -227,15 +265,19 @@ class ComputeWorker(WorkerLoop):
     def _change_members(self, topology: Topology) -> None:
         own = self._control.name
         peers = [member.name for member in topology.members if member.name != own]
-        for member in topology.members:
-            if member.role == "memory" and not self._links.has(member.name):
-                self._fence.on_newcomer_lost(member.name)
+        own_rank = topology.ranks_of(own).index(own)
+        lenders = topology.computes[own_rank :: topology.pipeline.ranks] if topology.pipeline.lends else ()
+        for name in (*topology.memories, *lenders):
+            if name != own and not self._links.has(name):
+                self._fence.on_newcomer_lost(name)
         known = {*self._mail.channels, *topology.ranks_of(own)}
         new = [name for name in peers if name not in known and self._links.has(name)]
         joined = {name: self._links.channel(name) for name in new}
         self._slots.unmap_others(topology.names)
         self._slots.register_channels(joined.values())
         self._mail.change_members(topology, joined)
+        if self._lender is not None:
+            self._lender.change_members(topology)
         self._lanes += [Lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
         self._replica = self._replica.within(topology, own)
 
@@ -251,6 +293,7 @@ class ComputeWorker(WorkerLoop):
         if step.is_launched:
             self._answer()  # the engine plans the next step while the device runs this one
             self._take_in_next()
+            step.record_launched()
         drawing = self._timeline.now()
         done = self._sequences.draw(step.plan, logits) if last and step.ends_here else None
         if done is not None:
@@ -336,28 +379,36 @@ class ComputeWorker(WorkerLoop):
             self._control.send(done)
         self._done.clear()
 
-    def _idle(self, active: list[Lane]) -> None:
-        """Send reports and read one control message; without one, wait for a message that a slice needs."""
+    def _idle(self, active: list[Lane], served: bool) -> None:
+        """Send reports and read one control message; without one, wait for a message that a slice needs.
+
+        ``served``: Whether another replica may need this worker at once, so that it must not wait.
+        """
         self._answer()
         if self._memory is not None:
             self._memory.usage.send_if_due()
         self._mail.flush()
-        if any(len(lane.steps) < 2 for lane in self._lanes) and (message := self._control.poll()) is not None:
+        reads = self._lender is not None or any(len(lane.steps) < 2 for lane in self._lanes)
+        if reads and (message := self._control.poll()) is not None:
             self._handle(message)
+            return
+        if served:
             return
         announcements: Sequence[Target] = ()
         if self._order is not None and active:
             if self._first_ready(active) is not None:  # announced since the last check
                 return
             announcements = self._order.announcements
-        peers = self._missing(active)
+        peers, lends = self._missing(active), self._is_lending
+        timeout_s = LENDING_SLICE_S if lends and not peers else WAITING_SLICE_S
         try:
             linking = self._newcomers.pending
-            if not peers and not self._mail.is_waiting and not announcements:
+            if not peers and not self._mail.is_waiting and not announcements and not lends:
                 self._handle(self._control.receive(LINKING_SLICE_S if linking else IDLE_SLICE_S))
                 return
             begun = self._timeline.now()
-            lane = self._receive(peers, LINKING_SLICE_S if linking else WAITING_SLICE_S, announcements)
+            awaited = {**peers, **dict.fromkeys(self._mail.lenders)}
+            lane = self._receive(awaited, LINKING_SLICE_S if linking else timeout_s, announcements)
             if lane is not None:
                 self._timeline.record_span("wait", lane.number, begun)
         except DeadlineError:  # only the engine ends a step that makes no progress
@@ -372,10 +423,15 @@ class ComputeWorker(WorkerLoop):
     def _apply_plan(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
         check_placements(plan, self._shards)
+        if self._lender is not None and self._memory is not None and not self._replica.begins(plan):
+            self._lender.add_steps(self._memory.store.apply(plan))
+            self._sequences.apply_part(plan)
+            return
         share = None if self._memory is None else self._memory.apply_plan(plan)
         self._sequences.apply_plan(plan)
         if not plan.sequences:
-            self._lanes[plan.lane].workspace = Workspace(0)  # an empty lane needs no memory
+            if plan.lane < len(self._lanes):  # else the engine has kept it from a time with more replicas
+                self._lanes[plan.lane].workspace = Workspace(0)  # an empty lane needs no memory
             if self._replica.begins(plan):
                 self._queue_answer(StepDone(plan.step, []))
             return

@@ -53,6 +53,7 @@ class Pipeline:
         starts: the first slice of each stage. Empty without stages, and until the model is known.
         prefill: how many replicas, the first ones, only run prompts; the others only decode. 0: all do both. At least
             one replica always decodes.
+        lends: True if compute workers with local memory attend to the KV there for other replicas too.
     """
 
     lanes: int
@@ -63,6 +64,7 @@ class Pipeline:
     stages: int = 1
     starts: tuple[int, ...] = ()
     prefill: int = 0
+    lends: bool = False
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.lanes < self.replicas * self.stages:

@@ -109,16 +109,23 @@ class Topology(msgspec.Struct, frozen=True):
         return frozenset(member.name for member in self.members if member.role == "compute" and member.capacity)
 
     def beyond(self, lane: int) -> frozenset[str]:
-        """Return the compute workers whose KV a lane cannot attend to: those of other replicas answer no q."""
+        """Return the compute workers that hold KV which a lane should not use: those of other replicas.
+
+        A lane that only runs prompts should not use its own either, since the requests are decoded elsewhere.
+        """
         if not self.local:
             return frozenset()
+        if self.pipeline.role(lane) == "prefill":
+            return self.local.intersection(self.prefills)
         computes = self.computes
         return self.local.difference(computes[number] for number in self.pipeline.workers_of(lane))
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens that a request may have: of local memory, that of one replica."""
+        """The most tokens that a request may have: of local memory, that of one replica, unless replicas lend."""
         capacities = self.capacities
+        if self.pipeline.lends:
+            return sum(capacities.values())
         own = max((sum(capacities.get(name, 0) for name in each) for each in self.replicas), default=0)
         return own + sum(capacities[name] for name in self.memories)
 

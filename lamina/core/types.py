@@ -219,7 +219,8 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Return whether ``text`` can be encoded."""
     return not any("\ud800" <= character <= "\udfff" for character in text)  # a lone surrogate cannot be encoded
 
 
@@ -312,6 +313,7 @@ class SamplingParams:
         repetition_penalty: in [0.01, 100], over prompt and generated tokens; 1: no penalty.
         seed: makes a request reproducible whatever else is running, up to the rounding of the model's arithmetic: a
             token may differ where the two best are as close as the rounding of float32, bfloat16, float16 or KV types.
+            None or -1: random.
         stop: strings that end a completion, at most 32 of at most 128 characters.
         include_stop_str_in_output: keep the stop string in the text.
         stop_token_ids: tokens that end a completion, at most 256.
@@ -395,18 +397,20 @@ class SamplingParams:
         for name in SAMPLING_RANGES:
             if (value := getattr(self, name)) is not None or name not in OPTIONAL_NUMBERS:
                 require_in_range(name, value)
+        if self.seed == -1:  # as of vLLM and llama.cpp
+            object.__setattr__(self, "seed", None)
         if self.top_p == 0.0:
             raise ValueError("top_p is 0; give a value in (0, 1] (1 keeps every token)")
         if self.max_tokens is not None:
             _require("min_tokens", self.min_tokens, 0, self.max_tokens)
         salt = self.cache_salt
-        if not isinstance(salt, str) or len(salt) > MAX_SALT_LENGTH or not _is_unicode(salt):
+        if not isinstance(salt, str) or len(salt) > MAX_SALT_LENGTH or not is_unicode(salt):
             raise ValueError(
                 f"cache_salt is {_shown(salt)}; give valid Unicode of at most {MAX_SALT_LENGTH} characters"
             )
         self._require_few("stop", self.stop, MAX_STOP_STRINGS, "strings")
         for text in self.stop:
-            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH or not _is_unicode(text):
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH or not is_unicode(text):
                 length = f" of {len(text)} characters" if isinstance(text, str) else ""
                 raise ValueError(
                     f"stop has {_shown(text)}{length}; every stop string must be valid Unicode of 1 to "
@@ -449,7 +453,7 @@ class SamplingParams:
     def _check_bad_words(self) -> None:
         self._require_few("bad_words", self.bad_words, MAX_BAD_WORDS, "texts")
         for text in self.bad_words:
-            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH or not _is_unicode(text):
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH or not is_unicode(text):
                 raise ValueError(
                     f"bad_words has {_shown(text)}; give valid Unicode of 1 to {MAX_STOP_LENGTH} characters"
                 )

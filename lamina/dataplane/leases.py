@@ -191,7 +191,8 @@ class Messages(msgspec.Struct, frozen=True):
     Attributes:
         request: bytes of a slot for requests (``dataplane.wire``).
         reply: bytes of a slot for replies.
-        context: bytes of a slot for contexts; 0: no context is sent.
+        context: bytes of a slot between compute workers of different stages or replicas, for contexts, or for requests
+            and replies if replicas attend for each other; 0: they send no messages.
         fetched_from_compute: most bytes to be fetched for a compute worker's message.
         fetched_from_memory: most bytes to be fetched for a memory worker's message.
         landing: most bytes of one fetch.
@@ -232,19 +233,37 @@ def slot_rows(rows: int, links: int) -> int:
 
 
 def messages(
-    attentions: Sequence[AttentionSpec], dtype: DType, rows: int, context_nbytes: int, ranks: int = 1, links: int = 1
+    attentions: Sequence[AttentionSpec],
+    dtype: DType,
+    rows: int,
+    context_nbytes: int,
+    ranks: int = 1,
+    links: int = 1,
+    lends: bool = False,
 ) -> Messages:
     """Return the sizes for steps of at most ``rows`` rows.
 
-    ``context_nbytes`` is the size of a context for ``rows`` rows; 0: no context is sent.
+    Args:
+        attentions: The model's attentions.
+        dtype: The model's element type.
+        rows: Most rows of a step.
+        context_nbytes: Size of a context for ``rows`` rows; 0: no context is sent.
+        ranks: Ranks of a replica.
+        links: Links of each worker at the start.
+        lends: Whether compute workers attend for other replicas.
     """
     few = slot_rows(rows, links)
     context = aligned(-(-context_nbytes * few // rows))
+    request, reply = request_nbytes(attentions, dtype, few), reply_nbytes(attentions, few)
+    fetched = max(aligned(request_nbytes(attentions, dtype, rows)), context_nbytes) + ALIGNMENT
+    if lends:
+        context = max(context, aligned(request), aligned(reply))
+        fetched = max(fetched, aligned(reply_nbytes(attentions, rows)) + ALIGNMENT)
     return Messages(
-        request=HEADER_NBYTES + aligned(request_nbytes(attentions, dtype, few)),
-        reply=HEADER_NBYTES + aligned(reply_nbytes(attentions, few)),
+        request=HEADER_NBYTES + aligned(request),
+        reply=HEADER_NBYTES + aligned(reply),
         context=HEADER_NBYTES + context if context else 0,
-        fetched_from_compute=max(aligned(request_nbytes(attentions, dtype, rows)), context_nbytes) + ALIGNMENT,
+        fetched_from_compute=fetched,
         fetched_from_memory=reply_nbytes(attentions, rows),
         landing=max(LANDING_NBYTES, *(spec.kv_bytes_per_token(dtype) for spec in attentions)),
         slot_rows=few,

@@ -276,6 +276,10 @@ def pieces(rows: MessageRows, overlap: Overlap) -> tuple[Piece, ...]:
     return tuple(Piece(ends[first], ends[last], first, last) for first, last in itertools.pairwise(cuts))
 
 
+LENT = 1 << 15
+"""Added to the lane in the header of a request to a compute worker, which tells it from a reply in the same link."""
+
+
 def slot_number(uses: int, piece: int) -> int:
     """Return the doorbell's number for a piece of a message, in a slot that was used ``uses`` times before."""
     return uses * MOST_PIECES + piece + 1

@@ -5,7 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lamina.cluster.joining import Fabric
-from lamina.cluster.pool import Kinds, PoolChange
+from lamina.cluster.pool import CPU, Kinds, PoolChange
+from lamina.cluster.refusals import APART
 from lamina.core.errors import ConfigError
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import COMPUTE_POOLS, Pool, Topology, role_of
@@ -121,11 +122,8 @@ class ResizePlanner:
     def require_roles(self) -> None:
         """Raise ConfigError if this cluster cannot have a prefill pool."""
         pipeline, limits, config = self.pipeline, self.fabric.plan.limits, self.fabric.plan.config
-        if self.topology.local:
-            raise ConfigError(
-                "the KV of a prompt is in the memory of the replica that ran it, and stays there, so no other replica "
-                "can decode it; start with only memory workers, such as --memory cpu:1, to scale prefill"
-            )
+        if self.topology.local and not pipeline.lends:
+            raise ConfigError(f"{APART}; start with only memory workers, such as --memory cpu:1, to scale prefill")
         if config.pipelining == "rotational":
             raise ConfigError(
                 "rotating lanes visit all replicas, so none can be kept for prompts; start without --pipelining "
@@ -158,6 +156,8 @@ class ResizePlanner:
         self.fabric.launcher.validate_pool(role, kind, same + coming + count)
         if role == "memory":
             return
+        if self.pipeline.lends and self.pipeline.ranks > 1 and kind != CPU:
+            raise ConfigError(f"{APART}, while the replicas here attend for each other; let replicas of {CPU} join")
         replicas = (len(self.topology.computes) + coming + count) // self.pipeline.workers
         slices = len(self.fabric.memory_setup.attentions) + 1
         if self.pipeline.rotates and replicas > slices:

@@ -70,6 +70,13 @@ class CompletionUpdate:
         self.rest += newer.rest
         self.finish_reason, self.stop_reason = newer.finish_reason, newer.stop_reason
 
+    def drop_answer(self) -> None:
+        """Leave out the tokens, as if none had been allowed; those of the prompt stay."""
+        self.token_ids, self.texts, self.rest, self.stop_reason = [], [], "", None
+        self.logprobs = None if self.logprobs is None else []
+        if self.finish_reason is FinishReason.STOP:
+            self.finish_reason = FinishReason.LENGTH
+
 
 @dataclass(slots=True)
 class RequestUpdate:
@@ -107,6 +114,11 @@ class RequestUpdate:
             mine.extend(its)
         self.finished, self.error, self.placement = newer.finished, newer.error, newer.placement
         self.cached_tokens = newer.cached_tokens
+
+    def drop_answers(self) -> None:
+        """Leave out the tokens of all completions."""
+        for completion in self.completions:
+            completion.drop_answer()
 
 
 OnUpdate = Callable[[RequestUpdate], None]

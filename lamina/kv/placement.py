@@ -16,11 +16,11 @@ AFFINITY = 2  # a token of a cached prefix counts as much as this many free slot
 
 
 def nowhere(lane: int) -> frozenset[str]:
-    """Return ``NOWHERE``, as ``Placement.beyond`` without local memory."""
+    """Return ``NOWHERE``, as ``Placement.others`` without local memory."""
     return NOWHERE
 
 
-def reach(topology: Topology) -> Callable[[int], frozenset[str]]:
+def others_of(topology: Topology) -> Callable[[int], frozenset[str]]:
     """Return a cached ``topology.beyond``."""
     return functools.cache(topology.beyond) if topology.local else nowhere
 
@@ -54,7 +54,8 @@ class Placement:
         closed: workers on which no more KV is placed.
         idle: by worker: slots that are not reserved, but hold cached prefixes (``lamina.kv.prefix_cache``).
         local: compute workers that hold KV, which never moves to or from them.
-        beyond: returns the workers of ``local`` to whose KV a lane cannot attend.
+        others: returns the workers of ``local`` that do not run a lane. A lane may attend to their KV if ``lends``.
+        lends: True if replicas with local memory attend for each other.
         crowded: workers whose reserved and idle slots exceed their capacity, so that idle slots must be evicted.
         stalled: lanes that wait for slots (``lamina.schedule.growth``).
         token_s: by worker: measured seconds to read a token. Empty: requests go where most room is; else to the worker
@@ -70,14 +71,16 @@ class Placement:
         longest: int | None = None,
         partition: Partition = "auto",
         local: Collection[str] = NOWHERE,
-        beyond: Callable[[int], frozenset[str]] = nowhere,
+        others: Callable[[int], frozenset[str]] = nowhere,
+        lends: bool = False,
     ) -> None:
         """``capacities`` has token slots by memory worker. ``partition`` "token" divides the tokens that a request has
         at admission evenly among the workers; "request" keeps a request on one worker."""
         self.longest = longest
         self._partition = partition
         self.local = frozenset(local)
-        self.beyond = beyond
+        self.others = others
+        self.lends = lends
         self.capacities = dict(capacities)
         self.reserved = dict.fromkeys(capacities, 0)
         self.returning = dict.fromkeys(capacities, 0)
@@ -97,7 +100,8 @@ class Placement:
         self._take_over(topology.capacities)
         self.token_s = {}
         self.local = topology.local
-        self.beyond = reach(topology)
+        self.others = others_of(topology)
+        self.lends = topology.pipeline.lends
         self.closed &= topology.names
         self._note_open()
         self.left_in_all = sum(self.capacities.values()) - sum(self.reserved.values())
@@ -169,7 +173,10 @@ class Placement:
         self._roomiest.clear()
 
     def together(self, workers: Collection[str]) -> int:
-        """Return the most tokens of a request on these workers, of which it can use at most one with local memory."""
+        """Return the most tokens of a request on these workers: of those with local memory, it can use one, or all if
+        replicas lend."""
+        if self.lends:
+            return sum(self.capacities[worker] for worker in workers)
         own = [self.capacities[worker] for worker in workers if worker in self.local]
         shared = [self.capacities[worker] for worker in workers if worker not in self.local]
         return sum(shared) + max(own, default=0)
@@ -199,8 +206,9 @@ class Placement:
         """Most tokens in one segment of a request of this many tokens; None: no limit."""
         if self._partition != "token":
             return self.longest
-        reached = [worker for worker in self._open if worker not in self.local]
-        even = max(-(-tokens // max(len(reached) + bool(self.local), 1)), LEAST_SEGMENT)
+        shared = [worker for worker in self._open if self.lends or worker not in self.local]
+        own = bool(self.local) and not self.lends
+        even = max(-(-tokens // max(len(shared) + own, 1)), LEAST_SEGMENT)
         return even if self.longest is None else min(even, self.longest)
 
     def reserve(
@@ -294,15 +302,27 @@ class Placement:
 
     def next_worker(self, worker: str, lane: int) -> str | None:
         """Return the worker on which a sequence of ``lane`` should continue after ``worker``: the one with most slots
-        beyond those left for growth; None if none has enough for a segment of ``LEAST_SEGMENT``."""
-        best, most, beyond = None, -1, self.beyond(lane)
-        for other in self._open:
-            if other == worker or other in beyond:
+        beyond those left for growth; None if none has enough for a segment of ``LEAST_SEGMENT``.
+
+        Local memory of other replicas comes last.
+        """
+        others = self.others(lane)
+        best = self._sparest({worker, *others})
+        return self._sparest({worker}) if best is None and self.lends and others else best
+
+    def _sparest(self, besides: Collection[str]) -> str | None:
+        best, most = None, -1
+        for worker in self._open:
+            if worker in besides:
                 continue
-            spare = self.left(other) - AHEAD * (self.sequences[other] + 1)
-            if spare > most and spare >= min(LEAST_SEGMENT, self._watermarks[other]):
-                best, most = other, spare
+            spare = self.left(worker) - AHEAD * (self.sequences[worker] + 1)
+            if spare > most and spare >= min(LEAST_SEGMENT, self._watermarks[worker]):
+                best, most = worker, spare
         return best
+
+    def beyond(self, lane: int) -> frozenset[str]:
+        """Return the workers of ``local`` to whose KV a lane cannot attend."""
+        return NOWHERE if self.lends else self.others(lane)
 
     def continue_on(self, worker: str, other: str) -> None:
         """Record that a sequence now grows on ``other`` instead of ``worker``."""

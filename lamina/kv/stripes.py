@@ -9,7 +9,7 @@ from typing import TypeAlias
 from lamina.core.heads import HeadShards
 from lamina.core.topology import Topology
 from lamina.core.types import Partition, Segment
-from lamina.kv.placement import AHEAD, WATERMARK, Placement, nowhere, reach
+from lamina.kv.placement import AHEAD, WATERMARK, Placement, nowhere, others_of
 
 FEWEST = 2  # heads are cut for at least so many workers, since more may join
 
@@ -32,10 +32,11 @@ def placement(
     attend to KV that another rank has finished with.
     """
     if shards.count > 1 or topology.pipeline.ranks > 1:
-        found = StripedPlacement(capacities, shards, longest, local_parts(topology, shards))
-        found.beyond = found.reach(topology)
+        lends = topology.pipeline.lends
+        found = StripedPlacement(capacities, shards, longest, local_parts(topology, shards), lends)
+        found.others = found.others_of(topology)
         return found
-    return Placement(capacities, longest, partition, topology.local, reach(topology))
+    return Placement(capacities, longest, partition, topology.local, others_of(topology), topology.pipeline.lends)
 
 
 Parts: TypeAlias = tuple[tuple[str, range], ...]
@@ -92,6 +93,7 @@ class StripedPlacement(Placement):
         shards: HeadShards,
         longest: int | None = None,
         replicas: Sequence[Parts] = (),
+        lends: bool = False,
     ) -> None:
         """``capacities`` has tokens with all heads by memory worker; ``replicas`` is the result of ``local_parts``."""
         self._shards = shards
@@ -102,7 +104,7 @@ class StripedPlacement(Placement):
         self._leaving = set[str]()  # workers
         self.local = frozenset()
         places = self._follow(capacities, replicas)
-        super().__init__(places, longest, local=self.local)
+        super().__init__(places, longest, local=self.local, lends=lends)
 
     def _follow(self, workers: Mapping[str, int], replicas: Sequence[Parts]) -> dict[str, int]:
         """Return the places on ``workers``, with their capacities. Earlier stripes stay while they have tokens."""
@@ -131,12 +133,13 @@ class StripedPlacement(Placement):
         self._leaving &= topology.names
         places = self._follow(topology.capacities, local_parts(topology, self._shards))
         self._take_over(places)
-        self.beyond = self.reach(topology)
+        self.others = self.others_of(topology)
+        self.lends = topology.pipeline.lends
         self.closed = self._touching(self._leaving)
         self._note_open()
 
-    def reach(self, topology: Topology) -> Callable[[int], frozenset[str]]:
-        """Return the places to whose KV the rows of a lane cannot attend."""
+    def others_of(self, topology: Topology) -> Callable[[int], frozenset[str]]:
+        """Return the ``others`` of a topology, which are places here."""
         if not self.local:
             return nowhere
         return functools.cache(lambda lane: frozenset(self._touching(topology.beyond(lane))))
@@ -156,7 +159,8 @@ class StripedPlacement(Placement):
         if staying or self.local:
             # If heads do not divide evenly, each worker may have a remainder of less than one token.
             shared = sum(staying) - (len(staying) if len(staying) > 1 else 0)
-            self.total = shared + max((self.capacities[place] for place in self.local), default=0)
+            own = [self.capacities[place] for place in self.local]
+            self.total = shared + (sum(own) if self.lends else max(own, default=0))
             self.largest = max(self.capacities[place] for place in self._open)
         self.left_in_all = self._left_of_all()
         self._roomiest.clear()

@@ -8,12 +8,8 @@ arrives before its plan. Plans are applied in the order in which the engine sent
 """
 
 import contextlib
-import itertools
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-
-import numpy as np
 
 from lamina.control.messages import (
     REPORT_S,
@@ -25,7 +21,6 @@ from lamina.control.messages import (
     Working,
 )
 from lamina.control.sockets import ControlClient
-from lamina.control.timeline import PARKED
 from lamina.core.errors import DeadlineError, WorkerError
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Topology
@@ -37,9 +32,10 @@ from lamina.memory.device_steps import DeviceSteps
 from lamina.memory.disk_tier import Tier
 from lamina.memory.moving import Migrations
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
-from lamina.memory.served_lanes import Door, Lane, Reply
+from lamina.memory.served_lanes import Door, Lane
+from lamina.memory.serving import PLAN_TIMEOUT_S, Serving
 from lamina.memory.slab_setup import UsageReports, make_store
-from lamina.memory.store import KvStore, StepTables
+from lamina.memory.store import KvStore
 from lamina.transport.base import Target
 from lamina.worker.links import (
     LINKING_SLICE_S,
@@ -54,8 +50,6 @@ from lamina.worker.process import run_worker
 IDLE_SLICE_S = 0.05  # how long an idle worker may leave a control message unread
 MIGRATING_SLICE_S = 0.001  # the same while a sequence moves, which may wait for a plan
 PLAN_SLICE_S = 0.001  # how long a worker that waits for a plan may leave a message of the data plane unread
-PLAN_TIMEOUT_S = 30.0
-_DONE = object()
 
 
 class MemoryWorker(WorkerLoop):
@@ -69,7 +63,6 @@ class MemoryWorker(WorkerLoop):
         self._store, self._tier = store, tier
         self._copies = False  # whether the tier's last ``work`` did something
         self._since_copied = 0
-        self._pipeline, self._computes = connect.pipeline, tuple(connect.computes)
         self._hub = links.hub
         self._channels = {name: links.channel(name) for name in connect.computes}
         self._puller = Puller(links.fetch, links.arena, links.plan, store)
@@ -81,13 +74,20 @@ class MemoryWorker(WorkerLoop):
         self._migrations = Migrations(
             store, self._puller, links.arena, links.plan, others, links.outbox, on_moved, connect.epoch
         )
-        self._lanes = [Lane(number) for number in range(connect.pipeline.lanes * connect.pipeline.ranks)]
+        self._serving = Serving(
+            store,
+            self._puller,
+            self._timeline,
+            self._channels,
+            connect.pipeline,
+            connect.computes,
+            self._read_control,  # compute workers run a last slice then: the best time to prepare a step
+        )
+        self._lanes = self._serving.lanes
         self._slots.register_channels(self._channels.values())
         self._doors = self._closed_doors()
         self._device_steps = DeviceSteps(store, links, self._timeline)
-        self._device_steps.change_channels(self._channels, self._pipeline, self._computes)
-        self._busy_s = 0.0
-        self._parked = self._parked_nbytes = 0  # messages that have waited for a watermark so far
+        self._device_steps.change_channels(self._channels, connect.pipeline, tuple(connect.computes))
         self._early: dict[Door, float] = {}  # requests whose plans have not arrived, each with its deadline
         self._reported = 0.0
         self._usage = UsageReports(control, store)
@@ -97,7 +97,8 @@ class MemoryWorker(WorkerLoop):
         self._device_steps.close()
 
     def _serve_once(self) -> None:
-        self._usage.send_if_due(self._busy_s + self._device_steps.busy_s, self._parked, self._parked_nbytes)
+        serving = self._serving
+        self._usage.send_if_due(serving.busy_s + self._device_steps.busy_s, serving.parked, serving.parked_nbytes)
         if not self._fence.open:
             if (message := self._fence.stand_by(self._wait)) is not None:
                 self._handle(message)
@@ -114,7 +115,7 @@ class MemoryWorker(WorkerLoop):
         if self._open_early():
             return
         self._copy(MOST_IN_A_ROW)
-        begun = self._begun()
+        begun = serving.begun()
         waiting = self._timeline.now()
         self._hub.flush()
         doors, targets = self._awaited()
@@ -122,7 +123,7 @@ class MemoryWorker(WorkerLoop):
         ready, pulled = self._puller.wait(self._wait, targets, timeout_s, self._migrations, begun is not None)
         if pulled is not None:
             self._timeline.record_span("pull", pulled, waiting)
-            self._answer(self._lanes[pulled])
+            serving.answer(self._lanes[pulled])
         if ready is not None and ready >= len(doors):
             self._hub.send_kept()
         elif ready is not None:
@@ -140,11 +141,6 @@ class MemoryWorker(WorkerLoop):
             return 0.0
         timeout_s = MIGRATING_SLICE_S if self._migrations.active or self._copying else IDLE_SLICE_S
         return min(timeout_s, LINKING_SLICE_S) if self._newcomers.pending else timeout_s
-
-    def _begun(self) -> tuple[Lane, Iterator[None]] | None:
-        """Return the begun piece of the earliest step, for which later steps may wait; None if none was begun."""
-        lanes = [(lane, lane.work) for lane in self._lanes if lane.work is not None]
-        return min(lanes, key=lambda one: one[0].steps[0].plan.step) if lanes else None
 
     @property
     def _copying(self) -> bool:
@@ -171,16 +167,15 @@ class MemoryWorker(WorkerLoop):
             self._tier.drop()
         self._store.truncate(message.kept)
         self._early.clear()
-        for lane in self._lanes:
-            lane.drop()
+        self._serving.drop_steps()
         self._hub.restart(topology)
         members = set(topology.computes)  # one that joins, and whose link was cut, has no channel
         self._channels = {name: channel for name, channel in self._channels.items() if name in members}
         self._slots.unmap_others(self._channels)
         self._doors = self._closed_doors()
-        self._pipeline, self._computes = topology.pipeline, topology.computes
+        self._serving.change_members(self._channels, topology.pipeline, topology.computes)
         self._fence.begin_epoch(topology)
-        self._device_steps.change_channels(self._channels, self._pipeline, self._computes)
+        self._device_steps.change_channels(self._channels, topology.pipeline, topology.computes)
 
     def _change_members(self, topology: Topology) -> None:
         for peer in topology.names - {self._links.name}:
@@ -196,10 +191,8 @@ class MemoryWorker(WorkerLoop):
         self._early = {door: deadline for door, deadline in self._early.items() if door in self._doors}
         self._doors += [Door(self._channels[name], slot) for slot in range(SLOTS) for name in new]
         self._migrations.change(self._others(topology.memories))
-        self._pipeline, self._computes = topology.pipeline, topology.computes
-        lanes = topology.pipeline.lanes * topology.pipeline.ranks
-        self._lanes += [Lane(number) for number in range(len(self._lanes), lanes)]
-        self._device_steps.change_channels(self._channels, self._pipeline, self._computes)
+        self._serving.change_members(self._channels, topology.pipeline, topology.computes)
+        self._device_steps.change_channels(self._channels, topology.pipeline, topology.computes)
 
     def _others(self, memories: Iterable[str]) -> dict[str, tuple[Lease, Lease]]:
         return {name: self._links.leases(name) for name in memories if self._links.has(name)}
@@ -231,7 +224,7 @@ class MemoryWorker(WorkerLoop):
 
     def _enter(self, door: Door, request: Arrival) -> None:
         """Serve a piece that has arrived, or postpone it if its plan has not."""
-        if not self._has_step(request.lane):
+        if not self._serving.has_step(request.lane):
             self._postpone(door)
             return
         lane = self._lanes[request.lane]
@@ -251,7 +244,7 @@ class MemoryWorker(WorkerLoop):
         number = door.channel.lane_at(door.slot)
         if number is None:
             return True
-        if not self._has_step(number):
+        if not self._serving.has_step(number):
             self._postpone(door)
             return True
         return self._device_steps.leave_to_device(self._lanes[number], door.channel, door.slot)
@@ -266,7 +259,7 @@ class MemoryWorker(WorkerLoop):
             self._read_control()
         for door, deadline in self._early.items():
             number = door.channel.lane_at(door.slot) if door.request is None else door.request.lane
-            if number is None or self._has_step(number):
+            if number is None or self._serving.has_step(number):
                 del self._early[door]
                 if door.request is None:
                     self._open(door, self._timeline.now())
@@ -279,172 +272,30 @@ class MemoryWorker(WorkerLoop):
                 )
         return False
 
-    def _has_step(self, lane: int) -> bool:
-        """Return whether a lane has a step. Lanes of a compute worker that has just joined may be unknown."""
-        return lane < len(self._lanes) and len(self._lanes[lane].steps) > 0
-
     def _receive(self, lane: Lane, door: Door, request: Arrival) -> None:
         if request.body is not None:
-            self._begin(lane)
+            self._serving.begin(lane)
             return
         step, spec = lane.steps[0], self._store.attentions[lane.layer]
         begin = lane.begin
         lane.begin += piece_nbytes(spec, self._store.dtype, step.rows, step.pieces[lane.piece])
         if begin == lane.begin:
-            self._begin(lane)
+            self._serving.begin(lane)
             return
         into = door.body[begin : lane.begin]
-        self._puller.add_body(door.channel.name, request.fetched_at + begin, into, lambda: self._begin(lane))
-
-    def _begin(self, lane: Lane) -> None:
-        """Serve the piece of a request that has arrived, or its first cut.
-
-        A chunk that may wait for chunks of other lanes begins once all its pieces have arrived and those chunks are
-        stored; until then its lane is parked.
-        """
-        step, door = lane.steps[0], lane.door
-        if step.rows.pulled and step.pieces[lane.piece].keeps and door is not None and door.request is not None:
-            self._pull(door.request, lane.layer, step)
-        if not step.order.after:
-            self._serve_cut(lane, self._start(lane, (lane.piece,)))
-        elif lane.piece < len(step.pieces) - 1:
-            self._advance(lane, answered=False)
-        elif earlier := step.order.missing(lane.layer):
-            if door is not None and door.request is not None:
-                lane.door = door.set_aside()
-            lane.parked, lane.parked_at = True, self._timeline.now()
-            self._parked += 1
-            self._parked_nbytes += 0 if lane.door is None else lane.door.body.nbytes
-            for storing in earlier:
-                self._puller.fetch_first(storing.door, storing.turn + lane.layer)
-        else:
-            self._serve_cut(lane, self._start(lane, range(len(step.pieces))))
-
-    def _unpark(self) -> None:
-        """Begin parked requests whose earlier chunks are all stored."""
-        for lane in self._lanes:
-            if lane.parked and not lane.steps[0].order.missing(lane.layer):
-                lane.parked = False
-                self._timeline.record_span(PARKED, lane.number, lane.parked_at)
-                self._start(lane, range(len(lane.steps[0].pieces)))
-
-    def _start(self, lane: Lane, pieces: Sequence[int]) -> Iterator[None]:
-        """Set the lane's work to serving ``pieces``, which have arrived, and return it."""
-        step, queries = lane.steps[0], len(lane.steps[0].rows.queries)
-        spec = self._store.attentions[lane.layer]
-        shape = (queries, spec.query_heads, spec.v_dim)
-        if 0 in pieces and not self._place(lane, shape) and lane.out.shape != shape:
-            lane.out, lane.lse = self._store.device.results(queries, spec)
-        body = lane.door.body if lane.door is not None else memoryview(b"")
-        works = [self._store.serve(lane.layer, step, piece, body, lane.out, lane.lse) for piece in pieces]
-        lane.work = work = works[0] if len(works) == 1 else itertools.chain.from_iterable(works)
-        return work
-
-    def _pull(self, request: Arrival, layer: int, step: StepTables) -> None:
-        request.readers += 1
-
-        def on_done() -> None:
-            request.end_reading()
-            self._store.watermarks.on_fetched(step.order, layer)
-            self._unpark()
-
-        self._puller.request_pull(request.channel.name, request.bulk_at, layer, step, on_done)
-
-    def _place(self, lane: Lane, shape: tuple[int, int, int]) -> bool:
-        """Let attention write the next reply directly into the receiver's slot; return whether it can.
-
-        It can only if the reply is sent without a pause, since no other message may use the slot until then.
-        """
-        if not lane.steps[0].is_served_at_once:
-            return False
-        channel, count = self._channels.get(self._receiver(lane)), math.prod(shape)
-        sums = math.prod(shape[:2])
-        slot = channel.place(4 * (count + sums)) if channel is not None and count else None
-        if channel is None or slot is None:
-            return False
-        out, lse = channel.bodies[slot].array[: 4 * count], channel.bodies[slot].array[4 * count : 4 * (count + sums)]
-        lane.out, lane.lse = out.view(np.float32).reshape(shape), lse.view(np.float32).reshape(shape[:2])
-        lane.slot = slot
-        return True
-
-    def _receiver(self, lane: Lane) -> str:
-        plan, ranks = lane.steps[0].plan, self._pipeline.ranks
-        following = self._pipeline.stage(plan.lane, plan.turn, lane.layer + 1, plan.rotates)
-        return self._computes[following * ranks + lane.number % ranks]
+        self._puller.add_body(door.channel.name, request.fetched_at + begin, into, lambda: self._serving.begin(lane))
 
     def _serve_begun(self, lane: Lane, work: Iterator[None]) -> None:
-        self._serve_cut(lane, work)
+        self._serving.serve_cut(lane, work)
         self._report()
         self._read_control()
 
     def _report(self) -> None:
         now = time.monotonic()
-        lanes = [lane.number // self._pipeline.ranks for lane in self._lanes if lane.work is not None]
+        lanes = self._serving.working
         if lanes and now - self._reported >= REPORT_S:
             self._reported = now
             self._control.send(Working(lanes))
-
-    def _serve_cut(self, lane: Lane, work: Iterator[None]) -> None:
-        """Serve one cut of a piece; after the last cut of the request's last piece, reply."""
-        start, span = time.monotonic(), self._timeline.now()
-        done = next(work, _DONE) is _DONE
-        self._timeline.record_span("attention", lane.number, span)
-        last = done and lane.piece == len(lane.steps[0].pieces) - 1
-        if last:
-            self._finish(lane)
-        self._busy_s += time.monotonic() - start
-        if done:
-            lane.work = None
-            self._advance(lane, last)
-
-    def _finish(self, lane: Lane) -> None:
-        """Free a served request and reply to it; to a step's last one once all the step's K and V are stored."""
-        step, door, turn = lane.steps[0], lane.door, lane.steps[0].plan.turn + lane.layer
-        if door is not None and door.request is not None:
-            self._store.device.settle()
-            door.request.free()
-            door.request.end_reading()
-            door.clear()
-        if step.order.stores is not None:
-            self._store.watermarks.on_attended(step.order, lane.layer)
-            self._unpark()
-        lane.door = None
-        ends = lane.layer == len(self._store.attentions) - 1
-        parts = [lane.out, lane.lse] if len(step.rows.queries) else []
-        lane.reply = Reply(self._receiver(lane), parts, turn, turn if ends else -1, lane.slot)
-        lane.leave_slot()
-        self._answer(lane)
-
-    def _answer(self, lane: Lane) -> None:
-        """Send the lane's reply, if it has one and the K and V that it waits for are stored."""
-        reply = lane.reply
-        if reply is None or not self._puller.is_done(lane.number, reply.pulled):
-            return
-        lane.reply = None
-        channel = self._channels.get(reply.peer)
-        if channel is None:
-            return  # the receiver has exited: the engine ends or repeats its requests
-        span = self._timeline.now()
-        nbytes = sum(part.nbytes for part in reply.parts)
-        number = lane.number // self._pipeline.ranks
-        if reply.slot is not None or channel.post_apart is not None:
-            channel.send_message(number, reply.turn, nbytes, reply.parts if reply.slot is None else (), reply.slot)
-        else:  # queued without a copy: the lane's next request, which overwrites it, follows the reply
-            channel.begin(number, reply.turn, nbytes, copies=False).send_piece(reply.parts)
-        self._timeline.record_span("send", lane.number, span)
-
-    def _advance(self, lane: Lane, answered: bool) -> None:
-        if not answered:
-            lane.piece += 1
-            if lane.door is not None:
-                lane.door.channel.open_slot(lane.door.slot)
-            return
-        lane.piece = lane.begin = 0
-        lane.layer += 1
-        if lane.layer == len(self._store.attentions):
-            lane.layer = 0
-            lane.steps.popleft()
-            self._read_control()  # compute workers are busy with the last slice: the best time to prepare a step
 
     def _read_control(self, timeout_s: float = 0.0) -> None:
         while self._running and (message := self._control.poll(timeout_s)) is not None:
@@ -456,9 +307,7 @@ class MemoryWorker(WorkerLoop):
         self._migrations.apply(plan)
         if self._tier is not None:
             self._tier.apply(plan)
-        for share in shares:
-            if not share.rows.empty:
-                self._lanes[share.door].steps.append(share)
+        self._serving.add_steps(shares)
 
     def _release(self, sequences: Sequence[int]) -> None:
         self._store.release(sequences)

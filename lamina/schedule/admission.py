@@ -86,6 +86,10 @@ class Seats:
             if not self._accounts[client.account]:
                 del self._accounts[client.account]
 
+    def lanes(self, decode: bool) -> Sequence[int]:
+        """Return the lanes that decode, or those that run prompts."""
+        return self._decoding if decode else self._prompts
+
     @property
     def emptiest_to_decode(self) -> int:
         """The first of the decoding lanes with the fewest sequences."""
@@ -266,8 +270,7 @@ class Admissions:
                 return
             if seats.total >= self._max_sequences:
                 break
-            rooms = ((lane, self._room_for(group, lane, seats)) for lane in able)
-            lane, spans = next(((lane, spans) for lane, spans in rooms if spans is not None), (-1, None))
+            lane, spans = self._find_room(group, able, seats)
             if spans is None and able != lanes:
                 return
             if spans is not None:
@@ -293,19 +296,20 @@ class Admissions:
 
         A replica that has a prefix of the request cached precedes replicas with slightly fewer sequences.
         """
-        emptiest = seats.emptiest_to_decode if group.searches else seats.emptiest  # beams share all their steps
-        beyond = self._placement.beyond
-        if not beyond(emptiest):
+        lanes = seats.lanes(decode=group.searches)  # beams share all their steps
+        emptiest = seats.emptiest_to_decode if group.searches else seats.emptiest
+        others = self._placement.others
+        if not others(emptiest):
             return [emptiest]
         found = self._prefixes.find(group)
         longest = max((one.length for one in found.values()), default=0)
 
         def order(lane: int) -> tuple[int, int, int]:
-            out_of_reach = beyond(lane)
-            cached = any(one.length == longest for worker, one in found.items() if worker not in out_of_reach)
+            elsewhere = others(lane)
+            cached = any(one.length == longest for worker, one in found.items() if worker not in elsewhere)
             return seats.taken[lane] - (PREFIX_SEATS if cached else 0), seats.taken[lane], lane
 
-        by_replica = {beyond(lane): lane for lane in sorted(range(len(seats.taken)), key=order, reverse=True)}
+        by_replica = {others(lane): lane for lane in sorted(lanes, key=order, reverse=True)}
         return sorted(by_replica.values(), key=order)
 
     def _in_turn(self) -> Iterator[Group]:
@@ -333,13 +337,28 @@ class Admissions:
     def _rank(self, group: Group) -> Rank:
         return rank_of(self._policy, group)
 
-    def _room_for(self, group: Group, lane: int, seats: Seats) -> list[tuple[str, int]] | None:
-        """Reserve slots for a request's present tokens.
+    def _find_room(self, group: Group, lanes: Sequence[int], seats: Seats) -> tuple[int, list[tuple[str, int]] | None]:
+        """Reserve slots for a request in one of ``lanes``, the first that has room. Return the lane, and the workers
+        with the tokens on each; None if there is no room.
+
+        Local memory of other replicas is used only for a request that finds no room without, or is divided.
+        """
+        placement = self._placement
+        near = not (placement.lends and placement.splits(group.to_run))
+        tries = [placement.others] * near + [placement.beyond] * placement.lends
+        for besides in tries:
+            for lane in lanes:
+                if (spans := self._room_for(group, lane, besides(lane), seats)) is not None:
+                    return lane, spans
+        return -1, None
+
+    def _room_for(self, group: Group, lane: int, besides: frozenset[str], seats: Seats) -> list[tuple[str, int]] | None:
+        """Reserve slots for a request's present tokens, on workers that are not in ``besides``.
 
         Returns:
             Memory workers and the tokens on each; None if tokens or seats do not fit.
         """
-        wanted, besides = len(group.completions), self._placement.beyond(lane)
+        wanted = len(group.completions)
         if self._reserved is not None and self._first is not None and group is not self._first:
             wanted += len(self._first.completions)
             besides = besides.union(self._placement.touching(self._reserved.workers))

@@ -181,13 +181,26 @@ class Dealer:
             own.allowance = self.rows_left(own.number)
 
     def _lane_again(self, group: Group) -> int:
-        """Return the emptiest lane that can attend to the KV of a request."""
-        emptiest = self.seats.emptiest_to_decode if group.searches or group.forked else self.seats.emptiest
-        beyond = self._placement.beyond
-        if not beyond(emptiest):
+        """Return the emptiest lane whose replica needs no KV of a request that is in other replicas' local memory.
+
+        If there is none, replicas lend, and the emptiest lane of all is returned.
+        """
+        decodes = bool(group.searches or group.forked)
+        emptiest = self.seats.emptiest_to_decode if decodes else self.seats.emptiest
+        return self._near(group, decodes, emptiest)
+
+    def _near(self, group: Group, decode: bool, emptiest: int) -> int:
+        others = self._placement.others
+        if not others(emptiest):
             return emptiest
-        reaching = [lane for lane in range(self.active) if beyond(lane).isdisjoint(group.workers)]
-        return min(reaching, key=self.seats.taken.__getitem__)
+        near = [lane for lane in self.seats.lanes(decode) if others(lane).isdisjoint(group.workers)]
+        return min(near, key=self.seats.taken.__getitem__, default=emptiest)
+
+    def _lane_to_decode(self, group: Group) -> int:
+        """Return the lane that should decode a request: one with its KV in local memory, if it has room."""
+        emptiest = self.seats.emptiest_to_decode
+        near = self._near(group, True, emptiest)
+        return near if group.seats <= self.rows_left(near) else emptiest
 
     def keep_prefixes(self, lane: Lane) -> None:
         """Add the prompts that the completed steps of a lane have computed to the prefix cache."""
@@ -200,7 +213,7 @@ class Dealer:
                 continue
             self.keep_prefixes(own)
             for group, first in own.pop_computed(self._fits_to_decode):
-                client, lane = group.request.client, self.seats.emptiest_to_decode
+                client, lane = group.request.client, self._lane_to_decode(group)
                 self.seats.add_sequences(own.number, -group.seats, client)
                 self.seats.add_sequences(lane, group.seats, client)
                 group.lane, group.until = lane, 0

@@ -76,10 +76,16 @@ class Generation:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return StreamingResponse(self._events(), 200, headers, "text/event-stream", close)
 
+    def _receive(self, prompt: int, update: RequestUpdate) -> None:
+        """Count an update, without tokens that are not wanted."""
+        self.timing.observe(prompt, update)
+        if self.wanted.echoes_alone:
+            update.drop_answers()
+        self.usage.count(prompt, update)
+
     async def _read_all(self, gathered: dict[int, RequestUpdate]) -> None:
         async for prompt, update in self._outputs:
-            self.timing.observe(prompt, update)
-            self.usage.count(prompt, update)
+            self._receive(prompt, update)
             if prompt in gathered:
                 gathered[prompt].extend(update)
             else:
@@ -112,8 +118,7 @@ class Generation:
                 if opening := writer.begin_stream(self.usage):
                     yield opening
                 async for prompt, update in self._outputs:
-                    self.timing.observe(prompt, update)
-                    self.usage.count(prompt, update)
+                    self._receive(prompt, update)
                     _check(update)
                     pieces = self._sent.advance(prompt, update)
                     # One event for all completions, unless many tokens are buffered for a slow client.

@@ -35,6 +35,7 @@ class GenerationRequest:
         prompt_logprobs: Whether the answer has log-probabilities of prompts in a separate field.
         token_ids: Whether the answer has the token ids of prompts and completions.
         echo: For each prompt, the text to put before its completions; empty for none.
+        echoes_alone: Whether the answer has nothing but the echo: the token that the engine draws is left out.
         ignored: Names of the body's fields that have no effect.
         make_parser: Makes the parser that divides a choice's text into content, reasoning and tool calls.
     """
@@ -47,6 +48,7 @@ class GenerationRequest:
     prompt_logprobs: bool = False
     token_ids: bool = False
     echo: Sequence[str] = ()
+    echoes_alone: bool = False
     ignored: Sequence[str] = ()
     make_parser: Callable[[], AnswerParser] = PlainText
 
@@ -63,10 +65,13 @@ class GenerationRequest:
 def read_completion(engine: Runtime, raw: bytes) -> GenerationRequest:
     """Translate the body of a completion. Raises APIError, RequestError.
 
-    Without a limit, OpenAI's 16 tokens are the limit, whatever the model's default is.
+    Without a limit, OpenAI's 16 tokens are the limit, whatever the model's default is. With ``echo``, it may be 0.
     """
     body = parse(CompletionBody, raw)
     require_model(engine, body.model)
+    echoes_alone = bool(body.echo) and _limit(body)[1] == 0
+    if echoes_alone:
+        body.max_tokens, body.max_completion_tokens = 1, None  # the engine always draws a token
     echo_logprobs = bool(body.echo) and body.logprobs is not None
     _, limit = _limit(body)
     limit = COMPLETION_TOKENS if limit is None else limit
@@ -82,7 +87,7 @@ def read_completion(engine: Runtime, raw: bytes) -> GenerationRequest:
     echo = [p if isinstance(p, str) else tokenizer.decode(p, skip) for p in body.prompt] if body.echo else ()
     if echo_logprobs:
         echo = [tokenizer.decode(prompt[:1], skip) for prompt in prompts]
-    return _generation(body, engine, prompts, params, echo=echo, echo_logprobs=echo_logprobs)
+    return _generation(body, engine, prompts, params, echo=echo, echo_logprobs=echo_logprobs, echoes_alone=echoes_alone)
 
 
 def read_chat(engine: Runtime, raw: bytes) -> GenerationRequest:

@@ -116,9 +116,11 @@ def _add_item(messages: list[Json], place: str, item: Json) -> None:
     kind = item.get("type", "message")
     if kind == "message":
         role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
-        messages.append(
-            {"role": role, "content": text_content(f"{place}.content", item.get("content"), _TEXTS, "input")}
-        )
+        content = text_content(f"{place}.content", item.get("content"), _TEXTS, "input")
+        if role == "assistant" and messages and messages[-1].get("content", "") is None:
+            messages[-1]["content"] = content  # of the turn that reasoning or calls have begun
+        else:
+            messages.append({"role": role, "content": content})
     elif kind == "function_call_output":
         content = text_content(f"{place}.output", item.get("output"), _TEXTS, "input")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})

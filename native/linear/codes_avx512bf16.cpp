@@ -8,8 +8,9 @@
 namespace lamina::linear {
 namespace {
 
-constexpr int64_t kAhead = 4096;  // bytes of the codes prefetched before they are needed
-constexpr int64_t kMostRows = 12; // registers hold their sums over a panel, and what becomes of codes
+constexpr int64_t kAhead = 4096;   // bytes of the codes prefetched before they are needed
+constexpr int64_t kManyBlock = 10; // fastest for hundreds of rows
+constexpr int64_t kMostRows = 12;  // registers hold their sums over a panel, and what becomes of codes
 
 __m512i widen_signed(const uint8_t *bytes) {
     const __m512i numbers =
@@ -137,7 +138,7 @@ void multiply_panel(const Linear &task, int64_t first_row, int64_t rows, int64_t
 } // namespace
 
 PanelKernel avx512bf16_codes() {
-    return {kMostRows, multiply_panel};
+    return {kMostRows, kManyBlock, multiply_panel};
 }
 
 } // namespace lamina::linear

@@ -15,6 +15,7 @@ namespace {
 
 constexpr int64_t kCachedBytes = 512 * 1024;  // of rows that stay in a core's cache while panels pass
 constexpr int64_t kBytesPerTask = 256 * 1024; // of the weight: long reads, and enough tasks to even out
+constexpr int64_t kManyRows = 48;    // beyond these, reading the weight again for each block costs little
 constexpr int64_t kSetStride = 4096; // bytes after which a core's first cache uses the same set again
 constexpr int64_t kSetRows = 7;      // that a set holds beside the weight: most have 8 ways
 constexpr int64_t kLine = 64;        // bytes of a cache line
@@ -57,11 +58,13 @@ int64_t panel_bytes(const Linear &linear) {
 void multiply_panels(const Linear &linear, attention::Path path, int64_t begin, int64_t end, int64_t first,
                      int64_t last) {
     const PanelKernel kernel = kernel_for(linear, path);
-    const int64_t blocks = (end - begin + kernel.most_rows - 1) / kernel.most_rows;
+    const int64_t rows = end - begin;
+    const int64_t most = linear.rows > kManyRows ? kernel.many_block : kernel.most_rows;
+    const int64_t blocks = (rows + most - 1) / most;
     for (int64_t panel = first; panel < last; ++panel)
         for (int64_t block = 0; block < blocks; ++block) {
-            const int64_t row = begin + (end - begin) * block / blocks;
-            kernel.multiply(linear, row, begin + (end - begin) * (block + 1) / blocks - row, panel);
+            const int64_t row = begin + rows * block / blocks;
+            kernel.multiply(linear, row, begin + rows * (block + 1) / blocks - row, panel);
         }
 }
 

@@ -30,7 +30,8 @@ template <int MOST, class Call> void with_bits_and_rows(const Codes &codes, int6
 } // namespace
 
 struct PanelKernel {
-    int64_t most_rows; // in one call
+    int64_t most_rows;  // in one call
+    int64_t many_block; // in one call if there are many rows: fewer, so that less of x competes for the cache
     // Rows [first_row, first_row + rows) of task.x times panel number `panel`, into their rows of task.out.
     void (*multiply)(const Linear &task, int64_t first_row, int64_t rows, int64_t panel);
 };

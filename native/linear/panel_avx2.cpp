@@ -73,7 +73,7 @@ void multiply_panel(const Linear &task, int64_t first_row, int64_t rows, int64_t
 } // namespace
 
 PanelKernel avx2_panels() {
-    return {kMostRows, multiply_panel};
+    return {kMostRows, kMostRows, multiply_panel};
 }
 
 } // namespace lamina::linear

@@ -4,8 +4,9 @@
 namespace lamina::linear {
 namespace {
 
-constexpr int64_t kAhead = 4096;  // bytes of the weight prefetched before they are needed
-constexpr int64_t kMostRows = 14; // registers hold their sums over a panel
+constexpr int64_t kAhead = 4096;   // bytes of the weight prefetched before they are needed
+constexpr int64_t kManyBlock = 10; // fastest for hundreds of rows
+constexpr int64_t kMostRows = 14;  // registers hold their sums over a panel
 
 template <int ROWS> void multiply_rows(const Linear &task, int64_t first_row, int64_t panel) {
     const int64_t words = task.inputs / 2;
@@ -38,7 +39,7 @@ void multiply_panel(const Linear &task, int64_t first_row, int64_t rows, int64_t
 } // namespace
 
 PanelKernel avx512bf16_panels() {
-    return {kMostRows, multiply_panel};
+    return {kMostRows, kManyBlock, multiply_panel};
 }
 
 } // namespace lamina::linear

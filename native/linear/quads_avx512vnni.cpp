@@ -11,6 +11,7 @@ namespace lamina::linear {
 namespace {
 
 constexpr int64_t kAhead = 4096;  // bytes of the codes prefetched before they are needed
+constexpr int64_t kManyBlock = 6; // fastest for hundreds of rows
 constexpr int64_t kMostRows = 12; // registers hold their sums over a panel, and four inputs of it
 constexpr float kLargest = 127;
 constexpr float kLeast = 0x1p-100f; // of a group's magnitudes: 127 over a smaller one may overflow
@@ -152,7 +153,7 @@ void quantize_row_avx512vnni(const uint16_t *x, int64_t inputs, int64_t group, i
 }
 
 PanelKernel avx512vnni_quads() {
-    return {kMostRows, multiply_panel};
+    return {kMostRows, kManyBlock, multiply_panel};
 }
 
 } // namespace lamina::linear

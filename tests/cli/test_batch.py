@@ -73,6 +73,7 @@ def test_an_engine_that_has_stopped_leaves_its_requests_for_the_next_run(tmp_pat
         ("{", "line 2 is not JSON"),
         ("[]", "line 2: give an object with a text custom_id"),
         ('{"custom_id": 3}', "text custom_id"),
+        ('{"custom_id": "\\ud800"}', "text custom_id"),
         ('{"custom_id": "a", "method": "GET", "url": "/v1/models"}', "method must be POST"),
         ('{"custom_id": "a", "url": "/admin/stop", "body": {}}', "url a path such as"),
         ('{"custom_id": "a", "url": "/v1/completions", "body": {"stream": true}}', "without stream"),

@@ -163,7 +163,7 @@ def test_lanes_with_other_sequences_are_served_while_chunks_are_parked(pair: Pai
         chunks.send(chunk)
     chunks.serve(10)
     assert chunks.parked == [1, 2, 3]
-    assert (pair.worker._parked, pair.worker._parked_nbytes) == (3, 4 * chunks.q[0, 10:].size), (
+    assert (pair.worker._serving.parked, pair.worker._serving.parked_nbytes) == (3, 4 * chunks.q[0, 10:].size), (
         "q alone: K and V are pulled"
     )
     token = np.ones((1, 2, 8), np.float32)
@@ -172,6 +172,9 @@ def test_lanes_with_other_sequences_are_served_while_chunks_are_parked(pair: Pai
         for _ in SPECS:
             pair.send(5, token, token, token)
             pair.serve_until_answered(5)
+    channel = pair.mail.channels["memory0"]
+    channel.read_credits()
+    assert not channel._regions, "parked requests leave the sender room for the chunk that they wait for"
     assert chunks.parked == [1, 2, 3]
     assert not any(chunks.answered.values())
 

@@ -7,11 +7,20 @@ from pathlib import Path
 import pytest
 
 from lamina.config.engine_config import EngineConfig
-from lamina.core.errors import ConfigError
+from lamina.core.errors import ConfigError, RequestError
 from lamina.core.types import CompletionOutput, SamplingParams
 from lamina.launch import launch
 from tests.support.random_models import SERVED
-from tests.support.running import REQUESTS, Killable, Streams, assert_same, check_greedy, config, wait_for_recoveries
+from tests.support.running import (
+    LONG,
+    REQUESTS,
+    Killable,
+    Streams,
+    assert_same,
+    check_greedy,
+    config,
+    wait_for_recoveries,
+)
 from tests.support.sweep import sweep
 from tests.support.waiting import wait_until
 
@@ -50,6 +59,67 @@ def test_a_mixed_pool_gives_the_tokens_of_hugging_face(family: str, tmp_path: Pa
 @pytest.mark.parametrize("family", sweep(SERVED, ["llama"]))
 def test_each_replica_keeps_the_kv_of_its_requests(family: str, tmp_path: Path) -> None:
     check_greedy(family, tmp_path, compute="cpu:2", memory="local", holders={"compute0", "compute1"})
+
+
+@pytest.mark.parametrize("family", sweep(SERVED, ["llama"]))
+def test_requests_span_the_local_memory_of_two_replicas(family: str, tmp_path: Path) -> None:
+    """Sequences continue on the other replica after 16 tokens: each attends for the other."""
+    check_greedy(
+        family, tmp_path, compute="cpu:2", memory="local", holders={"compute0", "compute1"}, kv_tokens_per_worker=16
+    )
+
+
+@pytest.mark.slow
+def test_requests_span_the_local_memory_of_two_gpus(tmp_path: Path) -> None:
+    """GPUs attend for each other through the memory of their hosts."""
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    holders, shape = {"compute0", "compute1"}, {"compute": "emulated:2", "kv_tokens_per_worker": 8}
+    check_greedy("llama", tmp_path, memory="local", holders=holders, lengths=(1, 13), tokens=5, **shape)  # type: ignore[arg-type]
+
+
+def test_requests_span_the_local_memory_of_tensor_parallel_replicas(tmp_path: Path) -> None:
+    """Ranks of one replica attend for those of the other while they wait for each other in sums."""
+    check_greedy(
+        "llama",
+        tmp_path,
+        compute="cpu:4",
+        memory="local",
+        holders={f"compute{number}" for number in range(4)},
+        kv_tokens_per_worker=16,
+        tensor_parallel=2,
+    )
+
+
+def test_a_request_is_as_long_as_the_local_memory_of_all_replicas(checkpoint: Path) -> None:
+    """No replica could hold it alone. Its tokens are the same also if a replica that attends for it is lost."""
+    workers = Killable()
+    settings = replace(with_memory(checkpoint, "local", kv_cache_memory_bytes=50_000, max_restarts=1), compute="cpu:2")
+    request = ([*range(3, 43)], replace(LONG, max_tokens=80))
+    engine = launch(with_memory(checkpoint, "local"))
+    try:
+        expected = Streams(engine, [request]).results()
+    finally:
+        engine.close()
+    engine = launch(settings, workers=workers)
+    try:
+        capacities = engine.topology.capacities
+        assert max(capacities.values()) < 120 <= sum(capacities.values())
+        streams = Streams(engine, [request])
+        (output,) = streams.wait()
+        assert {segment.worker for segment in output.placement} == {"compute0", "compute1"}
+        assert_same(streams.results(), expected)
+        assert engine.stats().preempted == 0
+        streams = Streams(engine, [request])
+        streams.wait_for_tokens(60)  # it has outgrown the memory of its replica
+        workers.signal("compute1", signal.SIGKILL)
+        wait_for_recoveries(engine, 1)
+        assert_same(streams.results(), expected)
+        assert engine.stats().recomputed > 0
+        with pytest.raises(RequestError, match="may need"):
+            engine.submit("too long", request[0], replace(request[1], n=2), lambda update: None)
+        wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")
+    finally:
+        engine.close()
 
 
 def test_replicas_with_local_memory_join_leave_and_are_lost(

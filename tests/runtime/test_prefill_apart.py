@@ -24,11 +24,12 @@ TOKENS, LONG = 16, 40
 SWITCHES: dict[str, dict[str, Any]] = {
     "one and one, TCP": {"compute": "cpu:1", "transport": "tcp"},
     "one and two, segments of 17": {"compute": "cpu:2", "lanes": 6, "kv_tokens_per_worker": 17},
+    "in local memory of three": {"compute": "cpu:2", "memory": "local"},
     "nothing ahead, no cache": {"compute": "cpu:1", "plan_ahead": False, "prefix_cache": False},
 }
 
 
-@pytest.mark.parametrize("switches", sweep(SWITCHES, ["one and two, segments of 17"]))
+@pytest.mark.parametrize("switches", sweep(SWITCHES, ["one and two, segments of 17", "in local memory of three"]))
 def test_prompts_apart_equal_hugging_face(
     switches: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,6 +54,8 @@ def test_prompts_apart_equal_hugging_face(
         outputs = run_all(engine, prompts * 2, [each for each in params for _ in prompts])
         seeded = [SamplingParams(seed=5, max_tokens=TOKENS, repetition_penalty=1.3, ignore_eos=True)] * 2
         drawn = [output.outputs[0].token_ids for output in run_all(engine, [prompts[0]] * 2, seeded)]
+        holders = {segment.worker for output in outputs for segment in output.placement}
+        assert holders.isdisjoint(engine.topology.prefills), "KV is where it is decoded"
         wait_until(lambda: not any(one.used for one in engine.stats().memory.values()), "slots stayed in use")
         assert not any(engine._scheduler.placement.reserved.values())
     finally:
@@ -176,7 +179,7 @@ def test_a_pool_for_prompts_that_cannot_serve_is_an_error_before_workers_start()
         {"prefill": "cpu:0"},
         {"prefill": "local"},
         {"pipelining": "rotational"},
-        {"memory": "local"},
+        {"memory": "local", "tensor_parallel": 2, "prefill": "cuda:2", "compute": "cuda:2"},
     ]
     for changes in bad:
         with pytest.raises(ConfigError, match=r"prefill|pool|local"):

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from lamina.core.types import SamplingParams
-from tests.support.scripted_engine import WORDS, Running, refusal
+from tests.support.scripted_engine import COMPLETION, WORDS, Running, refusal, script
 
 
 def test_a_completion(client: openai.OpenAI) -> None:
@@ -135,6 +135,25 @@ def test_choices_are_numbered_prompt_by_prompt(server: Running) -> None:
     answer = server.completion(prompt=["a", "b"], n=2, echo=True)
     texts = [(choice["index"], choice["text"]) for choice in answer["choices"]]
     assert texts == [(i, f"{prompt} one two three") for i, prompt in enumerate("aabb")]
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
+def test_an_echo_without_tokens_is_the_prompt_alone(
+    client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    script(monkeypatch, "xyz")
+    body: Any = {"prompt": ["a", "b"], "echo": True, limit: 0}
+    answer = server.completion(**body)
+    assert [choice["text"] for choice in answer["choices"]] == ["a", "b"]
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 2
+    assert answer["usage"]["completion_tokens"] == 0
+    assert [params.max_tokens for _, params in server.engine.submitted] == [1, 1]
+    streamed = ["", ""]
+    for chunk in client.completions.create(model="fake", prompt=["a", "b"], echo=True, max_tokens=0, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == ["a", "b"]
+    assert server.post(COMPLETION, prompt="a", **{limit: 0}).status_code == 400
 
 
 def test_echo_of_token_ids_is_their_text(server: Running) -> None:

@@ -67,6 +67,21 @@ def test_several_texts_reach_templates_that_read_parts(server: Running, monkeypa
     assert server.last_prompt() == "<a><b>"
 
 
+def test_items_of_one_turn_are_one_message(server: Running) -> None:
+    reasoning = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}
+    call = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b"}]}
+    user = {"role": "user", "content": "a"}
+    for items, turn in (
+        ([reasoning, said], "(t)b"),
+        ([reasoning, said, call], "(t)blook={}"),
+        ([call, said], "blook={}"),
+        ([said], "b"),
+    ):
+        assert server.post(RESPONSES, input=[user, *items, user]).status_code == 200
+        assert server.last_prompt() == f"<user>a<assistant>{turn}<user>a"
+
+
 def test_a_message(server: Running) -> None:
     answer = server.post(MESSAGES, **ASKED).json()
     assert server.last_prompt() == '[look]<system>s<user>a<assistant>(t)blook={"city": "y"}<tool>c'

@@ -202,6 +202,7 @@ def check_greedy(
     compute: str = "cpu:1",
     holders: frozenset[str] | set[str] = frozenset(("memory0", "memory1")),
     kv_tokens_per_worker: int | None = None,
+    tensor_parallel: int = 1,
 ) -> None:
     """``holders``: the workers that hold KV of the requests in the end."""
     target = Target.CPU if compute.startswith("cpu") else Target.GPU
@@ -217,6 +218,7 @@ def check_greedy(
         max_num_batched_tokens=24,
         kv_cache_memory_bytes=4 << 20,
         kv_tokens_per_worker=kv_tokens_per_worker,
+        tensor_parallel=tensor_parallel,
     )
     engine = launch(config)
     try:

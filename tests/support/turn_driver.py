@@ -43,7 +43,7 @@ class Driver:
         self.placement = (
             StripedPlacement(capacities, shards, longest)
             if shards.count > 1
-            else Placement(capacities, longest, local=local, beyond=beyond)
+            else Placement(capacities, longest, local=local, others=beyond)
         )
         self.turn = Turn(
             LIMITS, self.placement, pipeline, attentions=ATTENTIONS, kv_heads=shards.heads, plan_ahead=depth > 1

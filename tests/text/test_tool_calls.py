@@ -136,6 +136,33 @@ def test_a_bare_object_with_a_name_alone_is_a_call_without_arguments() -> None:
     assert read(TOOL_PARSERS["llama3_json"](), '{"name": "now"}', None) == ("", "", [("now", "{}")])
 
 
+PIECES = (
+    *("a", " ", "\n", "```", "{", "}", "[", "]", ",", ";", "function", '"name"', '{"name": "f"}', '{"a": 1}', "<tool"),
+    *('{"name": "f", "arguments": {"x": 1}}', '{"name": "f", "parameters": "{}"}', "<tool_call>", "</tool_call>"),
+    *(
+        "[TOOL_CALLS]",
+        "f[ARGS]{}",
+        "<|python_tag|>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+    ),
+    *("g\n```json\n{}", "\n```", "<｜tool▁call▁end｜>", "<think>", "</think>"),
+)
+
+
+@pytest.mark.parametrize("family", TOOL_PARSERS)
+def test_answers_of_any_pieces_are_read_alike_however_they_are_cut(family: str) -> None:
+    draw = random.Random(family)
+    for _ in range(300):
+        text = "".join(draw.choices(PIECES, k=draw.randint(1, 8)))
+        whole, cut = (
+            read(ReasoningParser(TAGS["deepseek_r1"], False, TOOL_PARSERS[family]()), text, sizes)
+            for sizes in (None, draw)
+        )
+        assert whole == cut, text
+
+
 def test_arguments_stream_before_they_are_complete() -> None:
     parser = TOOL_PARSERS["hermes"]()
     assert parser.append('<tool_call>{"name": "get"') == [CallBegins(0, "get")]

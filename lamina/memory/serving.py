@@ -1,0 +1,220 @@
+"""Serves the requests of lanes from a KV store: stores k and v, attends with q, and replies.
+
+The memory worker owns one for its slab. A compute worker with local memory owns one for the requests of other replicas
+(``lamina.compute.lending``).
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from lamina.control.timeline import PARKED, Timeline
+from lamina.core.pipeline import Pipeline
+from lamina.dataplane.channel import Arrival, Channel
+from lamina.memory.pulls import Puller
+from lamina.memory.served_lanes import Lane, Reply
+from lamina.memory.store import KvStore, StepTables
+
+PLAN_TIMEOUT_S = 30.0  # for the plan of a request that has arrived
+_DONE = object()
+
+
+class Serving:
+    """The steps of all lanes that requests may arrive for, and the requests being served. One thread owns it.
+
+    Attributes:
+        lanes: By lane * ranks + rank.
+        busy_s: Seconds of attention so far.
+        parked: Requests that have waited for a watermark so far.
+        parked_nbytes: Bytes of these requests.
+    """
+
+    def __init__(
+        self,
+        store: KvStore,
+        puller: Puller,
+        timeline: Timeline,
+        channels: Mapping[str, Channel],
+        pipeline: Pipeline,
+        computes: Sequence[str],
+        on_step_served: Callable[[], None],
+    ) -> None:
+        """``on_step_served`` is called after the last request of a step."""
+        self._store, self._puller, self._timeline = store, puller, timeline
+        self._on_step_served = on_step_served
+        self.lanes: list[Lane] = []
+        self.busy_s = 0.0
+        self.parked = self.parked_nbytes = 0
+        self.change_members(channels, pipeline, computes)
+
+    def change_members(self, channels: Mapping[str, Channel], pipeline: Pipeline, computes: Sequence[str]) -> None:
+        """Answer ``computes``, in the order of ``pipeline``, over ``channels`` from now on."""
+        self._channels, self._pipeline, self._computes = channels, pipeline, tuple(computes)
+        self.lanes += [Lane(number) for number in range(len(self.lanes), pipeline.lanes * pipeline.ranks)]
+
+    def drop_steps(self) -> None:
+        """Drop all steps and requests."""
+        for lane in self.lanes:
+            lane.drop()
+
+    def add_steps(self, steps: Sequence[StepTables]) -> None:
+        """Announce the parts of a step, by rank; parts without messages are ignored."""
+        for step in steps:
+            if not step.rows.empty:
+                self.lanes[step.door].steps.append(step)
+
+    def has_step(self, lane: int) -> bool:
+        """Return whether a lane has a step. Lanes of a compute worker that has just joined may be unknown."""
+        return lane < len(self.lanes) and len(self.lanes[lane].steps) > 0
+
+    def begun(self) -> tuple[Lane, Iterator[None]] | None:
+        """Return the begun piece of the earliest step, for which later steps may wait; None if none was begun."""
+        lanes = [(lane, lane.work) for lane in self.lanes if lane.work is not None]
+        return min(lanes, key=lambda one: one[0].steps[0].plan.step) if lanes else None
+
+    @property
+    def working(self) -> list[int]:
+        """Lanes, without ranks, of which a piece was begun."""
+        return [lane.number // self._pipeline.ranks for lane in self.lanes if lane.work is not None]
+
+    def begin(self, lane: Lane) -> None:
+        """Serve the piece of a request that has arrived, or its first cut.
+
+        A chunk that may wait for chunks of other lanes begins once all its pieces have arrived and those chunks are
+        stored; until then its lane is parked.
+        """
+        step, door = lane.steps[0], lane.door
+        if step.rows.pulled and step.pieces[lane.piece].keeps and door is not None and door.request is not None:
+            self._pull(door.request, lane.layer, step)
+        if not step.order.after:
+            self.serve_cut(lane, self._start(lane, (lane.piece,)))
+        elif lane.piece < len(step.pieces) - 1:
+            self._advance(lane, answered=False)
+        elif earlier := step.order.missing(lane.layer):
+            if door is not None and door.request is not None:
+                lane.door = door.set_aside()
+            lane.parked, lane.parked_at = True, self._timeline.now()
+            self.parked += 1
+            self.parked_nbytes += 0 if lane.door is None else lane.door.body.nbytes
+            for storing in earlier:
+                self._puller.fetch_first(storing.door, storing.turn + lane.layer)
+        else:
+            self.serve_cut(lane, self._start(lane, range(len(step.pieces))))
+
+    def _unpark(self) -> None:
+        """Begin parked requests whose earlier chunks are all stored."""
+        for lane in self.lanes:
+            if lane.parked and not lane.steps[0].order.missing(lane.layer):
+                lane.parked = False
+                self._timeline.record_span(PARKED, lane.number, lane.parked_at)
+                self._start(lane, range(len(lane.steps[0].pieces)))
+
+    def _start(self, lane: Lane, pieces: Sequence[int]) -> Iterator[None]:
+        """Set the lane's work to serving ``pieces``, which have arrived, and return it."""
+        step, queries = lane.steps[0], len(lane.steps[0].rows.queries)
+        spec = self._store.attentions[lane.layer]
+        shape = (queries, spec.query_heads, spec.v_dim)
+        if 0 in pieces and not self._place(lane, shape) and lane.out.shape != shape:
+            lane.out, lane.lse = self._store.device.results(queries, spec)
+        body = lane.door.body if lane.door is not None else memoryview(b"")
+        works = [self._store.serve(lane.layer, step, piece, body, lane.out, lane.lse) for piece in pieces]
+        lane.work = work = works[0] if len(works) == 1 else itertools.chain.from_iterable(works)
+        return work
+
+    def _pull(self, request: Arrival, layer: int, step: StepTables) -> None:
+        request.readers += 1
+
+        def on_done() -> None:
+            request.end_reading()
+            self._store.watermarks.on_fetched(step.order, layer)
+            self._unpark()
+
+        self._puller.request_pull(request.channel.name, request.bulk_at, layer, step, on_done)
+
+    def _place(self, lane: Lane, shape: tuple[int, int, int]) -> bool:
+        """Let attention write the next reply directly into the receiver's slot; return whether it can.
+
+        It can only if the reply is sent without a pause, since no other message may use the slot until then.
+        """
+        if not lane.steps[0].is_served_at_once:
+            return False
+        channel, count = self._channels.get(self._receiver(lane)), math.prod(shape)
+        sums = math.prod(shape[:2])
+        slot = channel.place(4 * (count + sums)) if channel is not None and count else None
+        if channel is None or slot is None:
+            return False
+        out, lse = channel.bodies[slot].array[: 4 * count], channel.bodies[slot].array[4 * count : 4 * (count + sums)]
+        lane.out, lane.lse = out.view(np.float32).reshape(shape), lse.view(np.float32).reshape(shape[:2])
+        lane.slot = slot
+        return True
+
+    def _receiver(self, lane: Lane) -> str:
+        plan, ranks = lane.steps[0].plan, self._pipeline.ranks
+        following = self._pipeline.stage(plan.lane, plan.turn, lane.layer + 1, plan.rotates)
+        return self._computes[following * ranks + lane.number % ranks]
+
+    def serve_cut(self, lane: Lane, work: Iterator[None]) -> None:
+        """Serve one cut of a piece; after the last cut of the request's last piece, reply."""
+        start, span = time.monotonic(), self._timeline.now()
+        done = next(work, _DONE) is _DONE
+        self._timeline.record_span("attention", lane.number, span)
+        last = done and lane.piece == len(lane.steps[0].pieces) - 1
+        if last:
+            self._finish(lane)
+        self.busy_s += time.monotonic() - start
+        if done:
+            lane.work = None
+            self._advance(lane, last)
+
+    def _finish(self, lane: Lane) -> None:
+        """Free a served request and reply to it; to a step's last one once all the step's K and V are stored."""
+        step, door, turn = lane.steps[0], lane.door, lane.steps[0].plan.turn + lane.layer
+        if door is not None and door.request is not None:
+            self._store.device.settle()
+            if door.slot >= 0:  # else it was set aside
+                door.request.free()
+                door.request.end_reading()
+            door.clear()
+        if step.order.stores is not None:
+            self._store.watermarks.on_attended(step.order, lane.layer)
+            self._unpark()
+        lane.door = None
+        ends = lane.layer == len(self._store.attentions) - 1
+        parts = [lane.out, lane.lse] if len(step.rows.queries) else []
+        lane.reply = Reply(self._receiver(lane), parts, turn, turn if ends else -1, lane.slot)
+        lane.leave_slot()
+        self.answer(lane)
+
+    def answer(self, lane: Lane) -> None:
+        """Send the lane's reply, if it has one and the K and V that it waits for are stored."""
+        reply = lane.reply
+        if reply is None or not self._puller.is_done(lane.number, reply.pulled):
+            return
+        lane.reply = None
+        channel = self._channels.get(reply.peer)
+        if channel is None:
+            return  # the receiver has exited: the engine ends or repeats its requests
+        span = self._timeline.now()
+        nbytes = sum(part.nbytes for part in reply.parts)
+        number = lane.number // self._pipeline.ranks
+        if reply.slot is not None or channel.post_apart is not None:
+            channel.send_message(number, reply.turn, nbytes, reply.parts if reply.slot is None else (), reply.slot)
+        else:  # queued without a copy: the lane's next request, which overwrites it, follows the reply
+            channel.begin(number, reply.turn, nbytes, copies=False).send_piece(reply.parts)
+        self._timeline.record_span("send", lane.number, span)
+
+    def _advance(self, lane: Lane, answered: bool) -> None:
+        if not answered:
+            lane.piece += 1
+            if lane.door is not None:
+                lane.door.channel.open_slot(lane.door.slot)
+            return
+        lane.piece = lane.begin = 0
+        lane.layer += 1
+        if lane.layer == len(self._store.attentions):
+            lane.layer = 0
+            lane.steps.popleft()
+            self._on_step_served()
