@@ -77,7 +77,7 @@ class Gpu:
         reduce: Reduce | None = None,
         activations: ActivationDType = "auto",
     ) -> "GpuRunner":
-        if activations != "auto":
+        if activations == "int8":
             raise ConfigError(
                 f"--activation-dtype {activations} runs on CPUs with AVX-512 and VNNI, not on {self.place.type}: leave "
                 "it out"
