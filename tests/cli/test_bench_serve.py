@@ -56,6 +56,9 @@ class Plain(http.server.BaseHTTPRequestHandler):
             self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
         self.wfile.write(b"data: [DONE]\n\n")
 
+    def do_GET(self) -> None:
+        self.send_error(401)
+
     def log_message(self, *_: object) -> None:
         pass
 
@@ -139,10 +142,11 @@ def test_a_server_that_counts_nothing_and_refuses_half(plain: str) -> None:
     assert set(Plain.keys) == {"Bearer k"}
 
 
-def test_faults_are_errors_with_a_remedy(server: Running, tmp_path: Path) -> None:
+def test_faults_are_errors_with_a_remedy(server: Running, plain: str, tmp_path: Path) -> None:
     for options, status, said in (
         (["--url", server.url, "--rate", "0"], 1, "--rate is 0; give conversations per second above 0"),
         (["--url", "http://127.0.0.1:9"], 1, "no server answers at http://127.0.0.1:9"),
+        (["--url", plain], 1, "wants a key; give it as --api-key"),
         (["--url", server.url, "--trace", str(tmp_path / "none.csv")], 1, "cannot be read"),
         (["--url", server.url, "--model", "gpt", "--requests", "1"], 1, "none of 1 requests was answered: status 404"),
     ):

@@ -35,8 +35,8 @@ UNSERVED = 0.06
 does not show in its percentiles."""
 
 MOST_REPLAYED = 1000
-"""Requests of a trace whose prompts have something in common that plans are for: these are replayed in order. The load
-that holds depends on how many there are: with fewer, queues have no time to grow."""
+"""Requests of a recorded trace whose prompts have something in common that plans are for: these are replayed in order.
+The load that holds depends on how many there are: with fewer, queues have no time to grow."""
 
 WORSE = 3.0
 """Ways whose requests cost more than so many times those of the cheapest simulated so far are given up."""
@@ -136,7 +136,7 @@ class Course:
     def requests(self, capacity: Capacity) -> int:
         """Return the number of requests of a run."""
         if self.replays:
-            return min(MOST_REPLAYED, len(self._trace))
+            return min(len(self._trace), max(MOST_REPLAYED, self._turnovers * capacity.batch // 2))
         needed = max(FEWEST, self._turnovers * capacity.batch)
         affordable = RUN_STEPS / self._steps_of_request(capacity)
         return int(min(MOST, needed, max(affordable, LEAST_TURNOVERS * capacity.batch)))
