@@ -41,12 +41,16 @@ def obstacle(way: "Way", shape: "ModelShape", model: str) -> str | None:
         return "lamina launch cannot start this: it is another system, shown for comparison."
     if way.kind is Kind.APART:
         prefill, decode = _launch_kinds(way)
-        ranks = f" --tensor-parallel {way.tensor_parallel}" if way.tensor_parallel > 1 else ""
+        pools = f"--prefill {prefill}:{way.compute_workers} --compute {decode}:{way.memory_workers}"
+        if way.tensor_parallel == 1:
+            return (
+                "This was simulated as another system, which sends a prompt's KV once it has been computed. "
+                f"`lamina launch {pools} --memory local` fetches it while the prompt runs; that is not ranked here."
+            )
         return (
-            "lamina launch cannot start this: it cannot move a prompt's KV to the workers that decode. With memory "
-            f"workers it can run prompts on workers of their own (--prefill {prefill}:{way.compute_workers} "
-            f"--compute {decode}:{way.memory_workers}{ranks} --memory KIND:N); that is not ranked here, but "
-            "`lamina simulate --prefill` estimates it."
+            "lamina launch cannot start this: tensor-parallel replicas on GPUs cannot decode what others prefill. With "
+            f"memory workers they can ({pools} --tensor-parallel {way.tensor_parallel} --memory KIND:N); that is not "
+            "ranked here, but `lamina simulate --prefill` estimates it."
         )
     lacking = missing(way, shape, model)
     return f"lamina launch cannot start this yet: it lacks {' and '.join(lacking)}." if lacking else None
