@@ -154,6 +154,43 @@ def test_faults_are_errors_with_a_remedy(server: Running, plain: str, tmp_path: 
         assert result.exit_code == status and said in str(result.exception), result.output
 
 
+def test_guidellm_gets_the_load_as_its_scenario(
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that stands for GuideLLM copies what it is given; its status is that of the command."""
+    program = tmp_path / "guidellm"
+    program.write_text(f'#!/bin/sh\n[ "$1 $2" = "run --config" ] && cp "$3" {tmp_path}/got.json\nexit ${{STATUS:-0}}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    options = ("--client", "guidellm", "--url", server.url, "--requests", "7", "--rate", "2", "--prompt", "30")
+    run(*options, "--output", "5", "--api-key", "k", "--tokenizer", "/tok", "--html", str(tmp_path / "page.html"))
+    spec = json.loads((tmp_path / "got.json").read_text())["spec"]
+    assert spec["backend"] == {
+        "kind": "openai_http",
+        "target": server.url,
+        "model": "fake",
+        "timeout": 600.0,
+        "api_key": "k",
+    }
+    assert spec["profile"] == {"kind": "poisson", "rate": [2.0]}
+    assert spec["constraints"] == [{"kind": "max_requests", "count": 7}]
+    assert spec["data"] == [{"kind": "synthetic_text", "prompt_tokens": 30, "output_tokens": 5, "turns": 1}]
+    assert spec["tokenizer"] == {"kind": "huggingface_auto", "model": "/tok"}
+    assert spec["outputs"] == [{"kind": "console"}, {"kind": "html", "path": str(tmp_path / "page.html")}]
+    run(*options, "--rate", "inf", "--ignore-eos")
+    spec = json.loads((tmp_path / "got.json").read_text())["spec"]
+    assert spec["profile"] == {"kind": "throughput"} and spec["backend"]["extras"] == {"body": {"ignore_eos": True}}
+
+    def fault(*more: str) -> str:
+        return str(CliRunner().invoke(app, ["bench", "serve", *options, *more]).exception)
+
+    assert "no --trace and no --burst" in fault("--burst", "2")
+    monkeypatch.setenv("STATUS", "3")
+    assert "GuideLLM ended with status 3" in fault()
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "pip install guidellm" in fault()
+
+
 @pytest.mark.parametrize("burst", [1, 4])
 def test_arrivals_are_bursts_at_the_rate(burst: int) -> None:
     times = arrivals(4000, 20.0, burst, seed=1)
