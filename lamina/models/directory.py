@@ -77,6 +77,15 @@ class ModelDirectory:
     def max_model_len(self) -> int | None:
         return max_model_len(self.config)
 
+    @property
+    def most_model_len(self) -> int | None:
+        """The longest context that may be asked for. With linear scaling of positions, configs state either the trained
+        or the scaled length: the default takes it for the scaled one."""
+        rope, stated = _rope(self.text_config), self.max_model_len
+        if stated is None or rope.get("rope_type", rope.get("type")) != "linear":
+            return stated
+        return max(stated, int(stated * rope.get("factor", 1.0)))
+
 
 def find(model: str | os.PathLike[str] | None, *, weights: bool = True, tokenizer: bool = True) -> ModelDirectory:
     """Return the model directory ``model``; None is the bundled model.
@@ -148,10 +157,14 @@ def max_model_len(config: Mapping[str, Any]) -> int | None:
     stated: int | None = next((config[key] for key in _LENGTH_KEYS if isinstance(config.get(key), int)), None)
     if stated is None:
         return None
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = _rope(config)
     if rope.get("rope_type", rope.get("type")) == "yarn" and "original_max_position_embeddings" in rope:
         return max(stated, int(rope["original_max_position_embeddings"] * rope.get("factor", 1.0)))
     return stated
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
 def read_json(file: Path) -> dict[str, Any]:
