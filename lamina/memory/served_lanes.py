@@ -1,6 +1,7 @@
 """State of the lanes that a memory worker serves, and of the slots in which their requests arrive."""
 
 import collections
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,7 +57,7 @@ class Door:
             body = request.body
         request.end_reading()
         self.clear()
-        return Door(self.channel, -1, request, body)
+        return Door(self.channel, -1, dataclasses.replace(request, fetched_at=-1, readers=1), body)
 
     def clear(self) -> None:
         """Forget the request."""

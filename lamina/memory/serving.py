@@ -174,9 +174,8 @@ class Serving:
         step, door, turn = lane.steps[0], lane.door, lane.steps[0].plan.turn + lane.layer
         if door is not None and door.request is not None:
             self._store.device.settle()
-            if door.slot >= 0:  # else it was set aside
-                door.request.free()
-                door.request.end_reading()
+            door.request.free()
+            door.request.end_reading()
             door.clear()
         if step.order.stores is not None:
             self._store.watermarks.on_attended(step.order, lane.layer)

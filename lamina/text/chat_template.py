@@ -108,7 +108,7 @@ class ChatTemplate:
         arguments_as_text: bool = False,
         parts: Parts = "joined",
     ) -> str:
-        given = {"documents": None, **variables, **self._special_tokens}
+        given = {"documents": None, **self._special_tokens, **variables}
         plain = [_plain_message(message, fill_content, arguments_as_text) for message in messages]
         for message in plain:
             if "content" in message:

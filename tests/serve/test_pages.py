@@ -139,7 +139,7 @@ def test_any_number_of_dashboards_asks_the_engine_once_a_second(server: Running)
     try:
         views = asyncio.run(look())
     finally:
-        del server.engine.stats  # type: ignore[method-assign]
+        del server.engine.stats
     assert asked == 1 and len(set(views)) == 1
 
 
