@@ -154,8 +154,7 @@ class Moves:
         takes = target in placement.capacities and target not in placement.closed
         if not placement.moves or source == target or not takes:
             return 0
-        apart = placement.local.isdisjoint((source, target))  # KV never moves to or from local memory
-        if not apart or not self.may_begin(source):
+        if not placement.fixed.isdisjoint((source, target)) or not self.may_begin(source):
             return 0
         part = self.movable(group, source)
         if part is None or group.searches:
@@ -447,7 +446,7 @@ class Balancing:
                 worker not in placement.closed,
             )
             for worker, capacity in placement.capacities.items()
-            if worker not in placement.local
+            if worker not in placement.fixed
         }
         return View(loads, [one for one in held if one.worker in loads], self._dense.at)
 

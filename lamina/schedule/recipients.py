@@ -256,8 +256,13 @@ class Recipients:
 
     def _fork(self, fork: Fork, replicas: tuple[str, ...], now: float) -> None:
         segments = forked(self._known[fork.parent].segments, fork.child, fork.tokens)
-        if fork.child in self._known:
-            self._place(fork.child, segments, replicas, now)
+        if (known := self._known.get(fork.child)) is not None:
+            before = known.computes | known.memories
+            known.place(segments)
+            for worker in before.difference(replicas, known.homes):
+                self._forget(worker, fork.child, now)
+            known.computes &= {*replicas}
+            known.memories = set(known.homes)
         else:  # a cached prefix, or admitted with the same plan
             self._known[fork.child] = _Known(segments)
 
