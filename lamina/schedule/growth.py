@@ -161,7 +161,7 @@ class Growth:
 
         ``freed``: Slots there that no other request shares.
         """
-        movable = self._placement.moves and not group.searches and worker not in self._placement.fixed
+        movable = self._placement.moves and not group.searches and worker not in self._placement.local
         if not movable or group.computed <= CHEAP:
             return False
         part = self._moves.movable(group, worker)
@@ -183,7 +183,7 @@ class Growth:
         rooms = {
             worker: room
             for worker, room in self._placement.by_room().items()
-            if room >= min(tokens, LEAST_SEGMENT) and worker not in self._placement.fixed
+            if room >= min(tokens, LEAST_SEGMENT) and worker not in self._placement.local
         }
         return rooms if sum(rooms.values()) >= tokens else {}
 

@@ -24,7 +24,7 @@ from lamina.core.requests import Completion, Group
 from lamina.core.segments import by_worker, moved
 from lamina.core.steps import Migration, Switch
 from lamina.core.types import Segment
-from lamina.kv.balancing import HeldTokens, Load, Policy, Proposal, View
+from lamina.kv.balancing import ByBandwidth, HeldTokens, Load, Policy, Proposal, View
 from lamina.kv.placement import AHEAD, Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.kv.prefix_tree import Node, PrefixTree
@@ -422,6 +422,8 @@ class Balancing:
     def view(self, groups: Sequence[Group]) -> View:
         """Return the state of the memory pool, with ``groups``, for the policy."""
         placement = self._placement
+        # Local memory reports no time of attention, which this policy compares.
+        left_out = placement.local if isinstance(self._policy, ByBandwidth) else placement.fixed
         reads = dict.fromkeys(placement.capacities, 0)
         held: list[HeldTokens] = []
         for group in groups:
@@ -446,7 +448,7 @@ class Balancing:
                 worker not in placement.closed,
             )
             for worker, capacity in placement.capacities.items()
-            if worker not in placement.fixed
+            if worker not in left_out
         }
         return View(loads, [one for one in held if one.worker in loads], self._dense.at)
 
