@@ -209,16 +209,13 @@ def _take_over(
     saved = msgspec.msgpack.decode(state, type=Saved)
     for name, hello in saved.greetings.items():
         check_version(name, hello)
-    members = saved.topology.members
-    kinds: dict[Role, dict[str, str]] = {"compute": {}, "memory": {}}
-    for member in members:
-        kinds[member.role][member.name] = member.kind
+    kinds = saved.kinds()
     eos = [*tokenizer.eos_token_ids]
     config = sizing.fit_lanes(config, len(kinds["compute"]))
     plan = sizing.cluster_plan(config, model, eos, kinds, saved.greetings, is_open=False, trace=trace)
     # As at the start, however many workers are left: joining workers have to fit them.
     plan = dataclasses.replace(plan, limits=saved.limits, compute_setup=saved.compute_setup)
-    names = [member.name for member in members]
+    names = [member.name for member in saved.topology.members]
     control = ControlServer(names, home.supervisor_pid, secret=Secret(home.secret), listener=home.listener)
     try:
         return control, plan, take_over(control, home.workers, plan, saved)

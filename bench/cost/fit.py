@@ -22,6 +22,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from bench.cost.published_times import (
+    Products,
     Reduction,
     Series,
     Table,
@@ -29,9 +30,11 @@ from bench.cost.published_times import (
     prefill_seconds,
     read_network,
     read_operators,
+    read_products,
     read_reductions,
     read_table,
 )
+from lamina.core.types import DType
 from lamina.planning.plan import hardware
 from lamina.planning.plan.cost import GEMMS, POINTWISE, CostModel, Fits, PointwiseFit, TransferFit
 from lamina.planning.plan.fit_store import PACKAGED, Fit, write_fits
@@ -43,17 +46,19 @@ from lamina.planning.plan.kernel_times import (
     PeerReadFit,
     PrefillAttentionFit,
     RingFit,
+    gemm_seconds,
 )
 from lamina.planning.plan.model_shapes import KNOWN
 
 KIND = "a100-80g"
 HOPPER = "h100"
+ADA = "l40s"
 MODEL = KNOWN["llama-2-7b"]
 MLP = "a100_llama2_7b_mlp.csv"
 LOSS_SCALE = 0.05
 """Relative error above which the loss grows linearly instead of quadratically."""
 
-PUBLISHED_SHARE = {KIND: 0.80, HOPPER: 0.92}
+PUBLISHED_SHARE = {KIND: 0.80, HOPPER: 0.92, ADA: 0.80}
 """Share of the memory bandwidth that decode attention reaches: Lamina section 3.1 (above 80%), Mnemosyne section 6.5
 (92%, the highest). Not fitted, so that a class of kernels can be tried on the other's device."""
 
@@ -229,6 +234,35 @@ def with_layers(part: Part, products: list[Series], others: list[Series], pointw
     )
 
 
+CAST = {"bfloat16": 0.0, "fp8": 0.5}
+"""First guess of ``GemmFit.cast_share`` by element type: vLLM casts the activations of a product of 8-bit floats."""
+
+
+def products(times: Products, kind: str, dtype: str) -> Part:
+    """Return a part of matrix products of one element type. Every band of rows counts the same."""
+    device = _CATALOGUE[kind]
+    sizes = times.rows, times.columns, times.depth
+    return Part(
+        name="gemm" if dtype == "bfloat16" else f"gemm_{dtype}",
+        kind=kind,
+        source=times.file.name,
+        start=replace(START_GEMM, cast_share=CAST[dtype]),
+        predict=lambda fitted: gemm_seconds(fitted, device, *sizes, DType.BFLOAT16, dtype == "fp8"),
+        seconds=times.seconds,
+        weights=_by_band(times.rows),
+    )
+
+
+def from_memory(times: Products, kind: str) -> Products:
+    """Return the products whose weights are too large to stay in the last-level cache between two calls, as in a model,
+    where other weights are read in between."""
+    return times.where(2 * times.columns * times.depth >= CACHED_BYTES[kind])
+
+
+CACHED_BYTES = {HOPPER: 0, ADA: 8e6}
+"""Bytes of 16-bit weights below which calls were faster than the memory of the device allows."""
+
+
 def decoding(table: Table, kind: str) -> Part:
     device = _CATALOGUE[kind]
     nbytes, units = decode_work(table)
@@ -237,7 +271,7 @@ def decoding(table: Table, kind: str) -> Part:
         kind=kind,
         source=table.file.name,
         start=replace(START_DECODE, memory_share=PUBLISHED_SHARE[kind]),
-        predict=lambda fitted: np.asarray(fitted.predict_decode(device, nbytes, units)),
+        predict=lambda fitted: np.asarray(fitted.predict_decode(device, nbytes, units, repeated=True)),
         seconds=table.seconds,
         weights=np.where(nbytes >= STARTED_BYTES, 1.0, SHORT_WEIGHT),
         held=("memory_share",),
@@ -277,19 +311,28 @@ def own_kernel(times: Reduction) -> Reduction:
 
 def parts(directory: Path, fitted: PointwiseFit | None = None) -> list[Part]:
     """Everything that is fitted, to the files in ``directory``. ``fitted``: pointwise operators, if known."""
-    products, others = (read_operators(directory / MLP, MODEL, names) for names in (GEMMS, POINTWISE))
+    of_layer, others = (read_operators(directory / MLP, MODEL, names) for names in (GEMMS, POINTWISE))
     transfer = read_network(directory / "a100_dgx_send_recv.csv", "send_recv")
     link = _CATALOGUE[KIND].link_bytes_s
     pointwise = operators(others, "pointwise", START_POINTWISE)
     return [
         pointwise,
-        with_layers(operators(products, "gemm", START_GEMM), products, others, fitted or fit_part(pointwise)),
+        with_layers(operators(of_layer, "gemm", START_GEMM), of_layer, others, fitted or fit_part(pointwise)),
+        *(
+            products(from_memory(read_products(directory / f"{kind}_products.csv", dtype), kind), kind, dtype)
+            for kind in (HOPPER, ADA)
+            for dtype in CAST
+        ),
         *(decoding(read_table(directory / f"{name}_attention_decode.csv"), kind) for name, kind in _DEVICES),
         *(prefilling(read_table(directory / f"{name}_attention_prefill.csv"), kind) for name, kind in _DEVICES),
         reducing(read_reductions(directory / "a100_all_reduce_nccl.csv"), "nvlink", KIND, START_NVLINK),
-        reducing(read_reductions(directory / "l40s_all_reduce_nccl.csv"), "pcie", "l40s", START_PCIE),
+        reducing(read_reductions(directory / "h100_all_reduce_nccl.csv"), "nvlink", HOPPER, START_NVLINK),
+        reducing(read_reductions(directory / "l40s_all_reduce_nccl.csv"), "pcie", ADA, START_PCIE),
         reducing(
             own_kernel(read_reductions(directory / "a100_all_reduce_custom.csv")), "peer_read", KIND, START_PEER_READ
+        ),
+        reducing(
+            own_kernel(read_reductions(directory / "h100_all_reduce_custom.csv")), "peer_read", HOPPER, START_PEER_READ
         ),
         Part(
             name="send_recv",
@@ -302,7 +345,8 @@ def parts(directory: Path, fitted: PointwiseFit | None = None) -> list[Part]:
     ]
 
 
-_DEVICES = (("a100", KIND), ("h100", HOPPER))
+_DEVICES = (("a100", KIND), ("h100", HOPPER), ("l40s", ADA))
+"""Devices whose attention is fitted, with the names of their files."""
 
 
 def fit_all(directory: Path) -> Iterator[Fit]:
@@ -318,6 +362,7 @@ def cross_validate(directory: Path) -> Iterator[tuple[str, Floats]]:
     yield from _across_devices(directory)
     yield from _without_a_count(directory)
     yield from _products(directory / MLP)
+    yield from _shapes(directory)
 
 
 def _across_devices(directory: Path) -> Iterator[tuple[str, Floats]]:
@@ -381,6 +426,20 @@ def _products(mlp: Path) -> Iterator[tuple[str, Floats]]:
                     group.append(Series(one.operator, one.sizes[where], one.devices[where], one.seconds[where]))
         without = fit_part(operators(kept, "gemm", start), starts=1)
         yield title, operators(left, "gemm", start).errors(without)
+
+
+def _shapes(directory: Path) -> Iterator[tuple[str, Floats]]:
+    """Yield products of a third of the shapes (columns and depth), which were not fitted."""
+    for kind in (HOPPER, ADA):
+        for dtype in CAST:
+            times = from_memory(read_products(directory / f"{kind}_products.csv", dtype), kind)
+            shapes = times.columns * 1e6 + times.depth
+            left = np.isin(shapes, np.random.default_rng(1).permutation(np.unique(shapes))[::3])
+            fitted = fit_part(products(times.where(~left), kind, dtype), starts=1)
+            yield (
+                f"products in {dtype} on {kind}, other shapes",
+                products(times.where(left), kind, dtype).errors(fitted),
+            )
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ row of a file. The others are *held out*, but rows of both kinds were looked at 
 import argparse
 import csv
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,10 +29,14 @@ from lamina.planning.simulate import Arrivals, Deployment, Result, System, simul
 MEASUREMENTS = Path(__file__).parent / "measurements"
 CATALOGUE = hardware.load()
 
-BUDGET, WAVES, SPREAD = 8192, 10, 0.05
-"""What the files with a fixed concurrency do not state, chosen on the rows called fitted: tokens of a step, vLLM's
-default on these devices; requests over the concurrency; and by how much lengths differ. Were all alike, requests would
-end together for ever, and times to a first token be twice those measured."""
+WAVES, SPREAD = 10, 0.005
+"""What the files with a fixed concurrency do not state: requests over the concurrency, and by how much outputs differ.
+A step has the tokens of one prompt besides a token of every other request: the time to a first token, over that of a
+prompt alone, depends in these files on the concurrency, but not on the length of prompts (1,024, 4,096 or 8,192) nor of
+outputs. So requests arrive in a train, each while the prompt before it runs."""
+
+RESERVED_TOKENS = 8192
+"""Tokens of a step for which these engines keep memory free: vLLM's default on these devices."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +137,8 @@ class Cells:
         count = WAVES * concurrency
         arrivals = Arrivals(
             np.zeros(count),
-            _around(int(row["isl"]), count, 0),
-            _around(int(row["osl"]), count, 1),
+            np.full(count, int(row["isl"])),
+            _around(int(row["osl"]), count),
             concurrency=concurrency,
         )
         deployment = Deployment(
@@ -142,15 +146,15 @@ class Cells:
             compute=CATALOGUE[self.kind],
             compute_workers=int(row["tp"]),
             tensor_parallel=int(row["tp"]),
-            max_num_batched_tokens=BUDGET,
-            engine=engine,
+            max_num_batched_tokens=int(row["isl"]) + concurrency,
+            engine=replace(engine, reserve_bytes=engine.reserved(RESERVED_TOKENS), reserve_token_bytes=0.0),
         )
         return simulate(deployment, arrivals, System.CHUNKED_PREFILL)
 
 
-def _around(length: int, count: int, seed: int) -> NDArray[np.int64]:
+def _around(length: int, count: int) -> NDArray[np.int64]:
     """Return lengths that are uniformly distributed around one."""
-    return np.round(length * np.random.default_rng(seed).uniform(1 - SPREAD, 1 + SPREAD, count)).astype(np.int64)
+    return np.round(length * np.random.default_rng(1).uniform(1 - SPREAD, 1 + SPREAD, count)).astype(np.int64)
 
 
 def _rows(file: str) -> list[dict[str, str]]:

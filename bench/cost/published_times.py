@@ -61,6 +61,20 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Products:
+    """Times of matrix products of one element type: rows, columns, depth and seconds, one element per measurement."""
+
+    file: Path
+    rows: Floats
+    columns: Floats
+    depth: Floats
+    seconds: Floats
+
+    def where(self, kept: NDArray[np.bool_]) -> "Products":
+        return Products(self.file, *(own[kept] for own in (self.rows, self.columns, self.depth, self.seconds)))
+
+
+@dataclass(frozen=True)
 class Reduction:
     """Times of all-reduces: bytes, devices and seconds, one element per measurement."""
 
@@ -118,6 +132,13 @@ def prefill_seconds(fitted: PrefillAttentionFit, device: Hardware, table: Table)
     head_size = int(table["head_dim"][0])
     chunk, prefix, queries, kept = (table[name] for name in ("chunk", "prefix", "query_heads", "kv_heads"))
     return fitted.predict_prefill(device, DType.BFLOAT16, chunk, prefix, queries, kept, head_size, table["batch"])
+
+
+def read_products(file: Path, dtype: str) -> Products:
+    """Return the products of ``dtype``: ``bfloat16`` or ``fp8``. Raises ConfigError like ``read_table``."""
+    rows = [row for row in _rows(file, "dtype", "rows", "columns", "depth", "latency_ms") if row["dtype"] == dtype]
+    count, columns, depth = (_numbers(file, rows, name) for name in ("rows", "columns", "depth"))
+    return Products(file, count, columns, depth, _numbers(file, rows, "latency_ms") / 1000)
 
 
 def read_reductions(file: Path) -> Reduction:

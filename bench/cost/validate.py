@@ -17,14 +17,16 @@ from bench.cost.published_times import (
     decode_work,
     prefill_seconds,
     read_operators,
+    read_products,
     read_reductions,
     read_table,
 )
 from lamina.core.errors import ConfigError
+from lamina.core.types import DType
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.plan.cost import GEMMS, POINTWISE, CostModel, Fits
 from lamina.planning.plan.fit_store import packaged_fit
-from lamina.planning.plan.kernel_times import Floats
+from lamina.planning.plan.kernel_times import Floats, gemm_seconds
 from lamina.planning.plan.model_shapes import ModelShape
 
 ROWS = (1, 17, 65, 129, 257, 1025)
@@ -56,7 +58,7 @@ class ErrorRow:
 
 
 def errors(file: Path, model: CostModel) -> Iterator[ErrorRow]:
-    """Rows for whatever the file has: operators of a layer, an attention kernel or all-reduces.
+    """Rows for whatever the file has: operators of a layer, matrix products, an attention kernel or all-reduces.
 
     ``model``'s shape matters for operators alone.
 
@@ -66,6 +68,8 @@ def errors(file: Path, model: CostModel) -> Iterator[ErrorRow]:
     columns = columns_of(file)
     if "context" in columns or "chunk" in columns:
         yield from _attention(file, model)
+    elif "depth" in columns:
+        yield from _products(file, model)
     elif "elements" in columns or "time_stats.all_reduce.median" in columns:
         yield from _reductions(file, model)
     else:
@@ -107,13 +111,23 @@ def _attention(file: Path, model: CostModel) -> Iterator[ErrorRow]:
     table, device = read_table(file), model.hardware
     if "context" in table.columns:
         nbytes, units = decode_work(table)
-        error = model.fits.decode.predict_decode(device, nbytes, units) / table.seconds - 1
+        error = model.fits.decode.predict_decode(device, nbytes, units, repeated=True) / table.seconds - 1
         yield from _by_band("decode attention", nbytes / 1e6, MEGABYTES, "MB of KV", error)
         yield _row("decode attention", "from 32 MB of KV", error[nbytes >= 32e6], is_total=True)
     else:
         error = prefill_seconds(model.fits.prefill, device, table) / table.seconds - 1
         yield from _by_band("prefill attention", table["chunk"], CHUNKS, "tokens", error)
         yield _row("prefill attention", "from 512 tokens", error[table["chunk"] >= 512], is_total=True)
+
+
+def _products(file: Path, model: CostModel) -> Iterator[ErrorRow]:
+    for dtype, fit in (("bfloat16", model.fits.gemm), ("fp8", model.fits.gemm_fp8)):
+        times = read_products(file, dtype)
+        sizes = times.rows, times.columns, times.depth
+        found = gemm_seconds(fit, model.hardware, *sizes, DType.BFLOAT16, dtype == "fp8")
+        error = found / times.seconds - 1
+        yield from _by_band(f"products in {dtype}", times.rows, ROWS, "rows", error)
+        yield _row(f"products in {dtype}", "all", error, is_total=True)
 
 
 def _reductions(file: Path, model: CostModel) -> Iterator[ErrorRow]:

@@ -27,9 +27,9 @@ from lamina.models.quantisation.codes import quantise
 MATRICES = 6
 READ_BYTES = 1 << 28
 KINDS: dict[str, tuple[Quantization, ActivationDType]] = {
-    "int8": ("int8", "auto"),
+    "int8": ("int8", "dtype"),
     "int8 x int8": ("int8", "int8"),
-    "int4": ("int4", "auto"),
+    "int4": ("int4", "dtype"),
     "int4 x int8": ("int4", "int8"),
 }
 
@@ -48,7 +48,7 @@ def main() -> None:
     kinds = {
         name: (to, activations)
         for name, (to, activations) in KINDS.items()
-        if activations == "auto" or _native.linear_takes_byte_rows()
+        if activations == "dtype" or _native.linear_takes_byte_rows()
     }
     codes = {
         name: [pack_codes(quantise("w", weight, to, {}), activations) for weight in weights]

@@ -3,6 +3,7 @@
 import importlib.metadata
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from bench.peers.offline import STEP_TOKENS, Cell, Generate, run
 from lamina import Lamina
@@ -14,14 +15,15 @@ TIMEOUT_S = 900
 @contextmanager
 def load(cell: Cell, memory: str | None = None) -> Iterator[Generate]:
     """An engine that gets requests in the way a server submits them. ``memory``: its memory pool."""
+    quantization = "none" if cell.weights == "bf16" else cell.weights
+    settings: dict[str, Any] = {"quantization": quantization, "activation_dtype": cell.activation_dtype}
     with Lamina(
         cell.model,
         memory=memory,
         threads=cell.threads,
         max_num_batched_tokens=STEP_TOKENS,
         prefix_cache=False,
-        quantization="none" if cell.weights == "bf16" else cell.weights,
-        activation_dtype=cell.activation_dtype,
+        **settings,
     ) as lamina:
 
         def generate(prompts: list[list[int]], tokens: int) -> list[list[float]]:

@@ -43,7 +43,7 @@ class Cell:
     weights: str = "bf16"
     """Type of the weights of linear layers: bf16, int8, int4, q8_0 or q4_k_m. Each engine has some of these."""
     activation_dtype: str = "auto"
-    """Type to which Lamina rounds what layers of codes multiply: auto or int8. Other engines decide this themselves."""
+    """Lamina's ``activation_dtype``: auto, dtype or int8. Other engines decide themselves what they round."""
 
     @property
     def longest(self) -> int:

@@ -25,7 +25,8 @@ def descendants(pid: int) -> list[int]:
 class ProcessorTime:
     """Samples the processor time of the processes that existed when the context was entered.
 
-    Processes that start later are not counted.
+    Processes that start later are not counted. An engine that keeps Python's lock during a step is sampled between
+    steps.
     """
 
     def __init__(self) -> None:
@@ -33,9 +34,10 @@ class ProcessorTime:
         self._times: list[float] = []
         self._used: list[float] = []
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._sample)
+        self._thread = threading.Thread(target=self._sample_until_end)
 
     def __enter__(self) -> "ProcessorTime":
+        self._sample()
         self._thread.start()
         return self
 
@@ -44,11 +46,14 @@ class ProcessorTime:
         self._thread.join()
 
     def _sample(self) -> None:
+        self._times.append(time.monotonic())
+        self._used.append(sum(map(time.clock_gettime, self._clocks)))
+
+    def _sample_until_end(self) -> None:
         ended = False
         while not ended:
             ended = self._end.wait(INTERVAL_S)
-            self._times.append(time.monotonic())
-            self._used.append(sum(map(time.clock_gettime, self._clocks)))
+            self._sample()
 
     def at(self, time_s: float) -> float:
         """Return the processor time used until a time of the monotonic clock, interpolated between samples."""

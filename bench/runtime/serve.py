@@ -1,7 +1,7 @@
 """Offline decode and prefill of a random Llama: Lamina, other engines and the memory limit, measured in the same run.
 
     python -m bench.runtime.serve [--model 250m] [--grid 1x512,8x512,64x512,16x2048,4x8192] [--rounds 3]
-                          [--weights bf16,int8,int4,q8_0,q4_k_m] [--activation-dtype auto,int8]
+                          [--weights bf16,int8,int4,q8_0,q4_k_m] [--activation-dtype dtype,int8]
                           [--engines lamina,lamina_pools,unsplit,openvino,llama_cpp] [--peers DIR]
                           [--threads 2] [--cpu-time] [--json FILE]
 
@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--weights", default="bf16", metavar="TYPES", help=f"by commas, of {', '.join(BITS)}")
     parser.add_argument(
-        "--activation-dtype", default="auto", metavar="TYPES", help="of Lamina with int8 and int4 weights: auto, int8"
+        "--activation-dtype", default="auto", metavar="TYPES", help="of Lamina's codes: auto, dtype, int8"
     )
     parser.add_argument("--peers", type=Path, metavar="DIR", help="environments made by bench/peers/setup.sh")
     parser.add_argument("--engines", metavar="NAMES", help="by commas; default: all whose environment is there")

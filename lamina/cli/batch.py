@@ -49,7 +49,7 @@ def batch(
         failed = asyncio.run(_answer_all(create_app(lamina.engine), todo, file, most, len(done), on_progress))
     from lamina.cli.console import notes
 
-    notes().print(f"{total} answers are in {target}; {failed} of this run are errors.", soft_wrap=True)
+    notes().print(f"Answers in {target}: {total}; errors in this run: {failed}.", soft_wrap=True)
 
 
 def _requests(source: Path) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -50,6 +50,12 @@ def serve(
     ] = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Longest seconds of one request.")] = 600.0,
     seed: Annotated[int, typer.Option(help="Seed of arrival times.")] = 0,
+    client: Annotated[
+        Literal["lamina", "guidellm"], typer.Option(help="What sends the requests and reports: GuideLLM, if installed.")
+    ] = "lamina",
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer that GuideLLM makes prompts with: a directory or a name.")
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write figures and each request to this file.")
     ] = None,
@@ -69,12 +75,20 @@ def serve(
     for option, file in (("--json", json_file), ("--html", html_file)):
         if file is not None:
             check_writable(option, file)
-    if html_file is not None and find_spec("matplotlib") is None:
+    if client == "lamina" and html_file is not None and find_spec("matplotlib") is None:
         raise ConfigError("--html needs matplotlib, which is not installed: pip install matplotlib, or give --json")
+    if client == "guidellm" and (trace is not None or burst != 1):
+        raise ConfigError("--client guidellm has no --trace and no --burst; leave these out, or --client")
     planned = _plan(trace, speed, requests, rate, burst, seed, (turns, prompt, output, think_time))
     base = url.rstrip("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     fields = {"model": model or first_model(base, headers)} | ({"ignore_eos": True} if ignore_eos else {})
+    if client == "guidellm":
+        from lamina.cli import guidellm
+
+        load, files = (requests, rate, timeout), {"json": json_file, "html": html_file}
+        guidellm.run(guidellm.scenario(base, fields, api_key, tokenizer, load, (turns, prompt, output), files))
+        return
     with counting_progress("Requests", sum(len(one.turns) for one in planned)) as on_progress:
         count = 0
 

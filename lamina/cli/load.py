@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -236,6 +237,8 @@ def first_model(url: str, headers: Mapping[str, str]) -> str:
 
     try:
         answer = httpx.get(f"{url}/v1/models", headers=dict(headers), timeout=30)
+        if answer.status_code == HTTPStatus.UNAUTHORIZED:
+            raise ConfigError(f"{url} wants a key; give it as --api-key, or set OPENAI_API_KEY")
         answer.raise_for_status()
         return str(answer.json()["data"][0]["id"])
     except httpx.TransportError as error:

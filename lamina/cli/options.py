@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from lamina.config.engine_config import EngineConfig
+from lamina.config.server_config import ServerConfig
 from lamina.config.settings import Group, Setting, read_settings, settings
 from lamina.core.errors import ConfigError, RequestError
 from lamina.core.types import Pipelining, SamplingParams
@@ -125,7 +126,8 @@ def _read_file(
     options = {
         one.name: one for one in invocation.command.params if one.name in own and one.param_type_name == "option"
     }
-    values = read_settings(file, *configs, others=options.keys() - known)
+    elsewhere = {setting.name: "lamina launch" for setting in settings(ServerConfig)}
+    values = read_settings(file, *configs, others=options.keys() - known, elsewhere=elsewhere)
     others = {}
     for name in values.keys() - known:
         try:

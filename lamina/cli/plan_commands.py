@@ -41,12 +41,16 @@ def obstacle(way: "Way", shape: "ModelShape", model: str) -> str | None:
         return "lamina launch cannot start this: it is another system, shown for comparison."
     if way.kind is Kind.APART:
         prefill, decode = _launch_kinds(way)
-        ranks = f" --tensor-parallel {way.tensor_parallel}" if way.tensor_parallel > 1 else ""
+        pools = f"--prefill {prefill}:{way.compute_workers} --compute {decode}:{way.memory_workers}"
+        if way.tensor_parallel == 1:
+            return (
+                "This was simulated as another system, which sends a prompt's KV once it has been computed. "
+                f"`lamina launch {pools} --memory local` fetches it while the prompt runs; that is not ranked here."
+            )
         return (
-            "lamina launch cannot start this: it cannot move a prompt's KV to the workers that decode. With memory "
-            f"workers it can run prompts on workers of their own (--prefill {prefill}:{way.compute_workers} "
-            f"--compute {decode}:{way.memory_workers}{ranks} --memory KIND:N); that is not ranked here, but "
-            "`lamina simulate --prefill` estimates it."
+            "lamina launch cannot start this: tensor-parallel replicas on GPUs cannot decode what others prefill. With "
+            f"memory workers they can ({pools} --tensor-parallel {way.tensor_parallel} --memory KIND:N); that is not "
+            "ranked here, but `lamina simulate --prefill` estimates it."
         )
     lacking = missing(way, shape, model)
     return f"lamina launch cannot start this yet: it lacks {' and '.join(lacking)}." if lacking else None
@@ -83,13 +87,13 @@ def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -
 
 def launch_command(way: "Way", shape: "ModelShape", model: str, batch: str) -> str:
     """Return the `lamina launch` command that starts a way. ``batch``: its options for sequences and rows."""
-    from lamina.planning.plan.model_shapes import directory_to_launch
+    from lamina.planning.plan.model_shapes import model_to_launch
     from lamina.planning.plan.ways import Partition
 
     compute, *memory = _launch_kinds(way)
     order = f" --lanes {way.lanes} --pipelining {'rotational' if way.rotates else 'fixed'}" if memory else ""
     return (
-        f"lamina launch --model {shlex.quote(directory_to_launch(model))} --compute {compute}:{way.compute_workers} "
+        f"lamina launch --model {shlex.quote(model_to_launch(model))} --compute {compute}:{way.compute_workers} "
         f"--memory {f'{memory[0]}:{way.memory_workers}' if memory else 'local'}{order}"
         + (f" --tensor-parallel {way.tensor_parallel}" if way.tensor_parallel > 1 else "")
         + (" --partition head" if way.partition is Partition.HEAD else "")

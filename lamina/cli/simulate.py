@@ -44,6 +44,13 @@ def simulate(
         str | None,
         typer.Option(help="Workers that only run prompts, kind:count, so that --compute only decodes."),
     ] = None,
+    autoscale: Annotated[
+        str | None,
+        typer.Option(
+            help="prefill=1:3: the least and the most workers that only run prompts; workers change their role when "
+            "--slo-ttft-ms or --slo-tbt-ms is missed."
+        ),
+    ] = None,
     system: Annotated[SystemName, typer.Option(help="The serving system to simulate.")] = "lamina",
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices that hold one copy of the weights.")] = 1,
     lanes: options.Lanes = "auto",
@@ -54,7 +61,7 @@ def simulate(
         int | None, typer.Option(min=1, help="Target of the time between tokens while prompts are computed.")
     ] = None,
     slo_ttft_ms: Annotated[
-        int | None, typer.Option(min=1, help="Target of the time to the first token, for --policy slo.")
+        int | None, typer.Option(min=1, help="Target of the time to the first token, for --policy slo and --autoscale.")
     ] = None,
     policy: Annotated[
         str, typer.Option(help="Order of requests: fifo, shortest, priority, slo, or an installed entry point.")
@@ -131,6 +138,7 @@ def simulate(
         memory_workers=memory_workers,
         prefill=prefill_kind,
         prefill_workers=prefill_workers,
+        prefill_bounds=_prefill_bounds(autoscale),
         local=local,
         tensor_parallel=tensor_parallel,
         lanes=options.as_lanes(lanes),
@@ -167,6 +175,18 @@ def _pool(flag: str, text: str, catalogue: "Catalogue") -> "tuple[Hardware, int]
     if len(entries) != 1:
         raise ConfigError(f"{flag} {text!r} names {len(entries)} kinds of hardware; give one, such as a100:2")
     return entries[0]
+
+
+def _prefill_bounds(autoscale: str | None) -> tuple[int, int] | None:
+    """Raises ConfigError for bounds of other pools, whose sizes stay as they are."""
+    from lamina.cluster.pool import parse_bounds
+
+    if autoscale is None:
+        return None
+    bounds = parse_bounds(autoscale)
+    if bounds.keys() != {"prefill"}:
+        raise ConfigError(f"autoscale is {autoscale!r}; only roles are simulated: give it as prefill=1:3")
+    return bounds["prefill"]
 
 
 def _market(name: str | None, kinds: "Iterable[Hardware | None]") -> "Prices | None":
@@ -257,6 +277,8 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
     table.add_row("bottleneck", f"{result.bottleneck}; requests were queued for {result.queued:.0%} of the time")
     if result.preempted:
         table.add_row("preempted", f"{result.preempted} times: KV dropped and recomputed")
+    if deployment.prefill_bounds is not None:
+        table.add_row("roles", f"{result.role_changes} times a copy of the weights changed its role")
     if result.prefix_queried:
         share = result.prefix_hit / result.prefix_queried
         table.add_row("prefixes", f"{share:.1%} of {result.prefix_queried} prompt tokens were found in the cache")

@@ -56,7 +56,7 @@ from lamina.control.messages import (
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, DeadlineError, TransportError, UnreachableError
 from lamina.core.heads import HeadShards
-from lamina.core.topology import Epoch, Member, Pool, Topology
+from lamina.core.topology import Epoch, Member, Pool, Role, Topology
 from lamina.core.types import Segment
 from lamina.dataplane.leases import messages, slot_rows
 from lamina.dataplane.transport_choice import Choice, Offer
@@ -294,6 +294,15 @@ class Saved(msgspec.Struct, frozen=True):
             links,
             dict(wanted),
         )
+
+    def kinds(self) -> dict[Role, dict[str, str]]:
+        """Return the kinds of the workers by role. Raises TransportError if a role has no worker left."""
+        if (role := self.topology.lacks(())) is not None:
+            raise TransportError(f"the engine has ended while no {role} worker was left: all start again")
+        kinds: dict[Role, dict[str, str]] = {"compute": {}, "memory": {}}
+        for member in self.topology.members:
+            kinds[member.role][member.name] = member.kind
+        return kinds
 
 
 def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterPlan, saved: Saved) -> Cluster:

@@ -38,13 +38,19 @@ def link(
     slots: Mapping[Pair, SlotSizes],
     linked_before: Mapping[Pair, Choice] | None = None,
 ) -> Conversation[dict[Pair, Choice]]:
-    """Link every pair of ``slots``.
+    """Link pairs of workers, and return the transport of each.
 
     A pair whose test fails tries the next transport, if ``wanted`` permits several.
 
-    A pair prefers transports that both workers already use in ``linked_before``.
+    Args:
+        control: Connection to the workers.
+        wanted: Transport to use, or auto.
+        offers: By worker, what it reports of its transports.
+        slots: By pair to link, the sizes of its slots.
+        linked_before: Links that exist; a pair prefers transports that both of its workers already use in them.
 
-    Raises TransportError naming the pair and every obstacle if no transport is left.
+    Raises:
+        TransportError: No transport is left for a pair. The error names the pair and every obstacle.
     """
     if not slots:
         return {}

@@ -31,8 +31,8 @@ def limits(config: EngineConfig, model: ModelDirectory, pipeline: Pipeline) -> L
         raise ConfigError(f"the config of {model.name} does not state its context length; give max_model_len")
     if wanted < 2:
         raise ConfigError(f"max_model_len is {wanted}; give at least 2, for one prompt token and one output token")
-    if longest is not None and wanted > longest:
-        raise ConfigError(f"max_model_len is {wanted}; {model.name} supports at most {longest} tokens")
+    if (most := model.most_model_len) is not None and wanted > most:
+        raise ConfigError(f"max_model_len is {wanted}; {model.name} supports at most {most} tokens")
     return step_limits(config, pipeline, wanted)
 
 

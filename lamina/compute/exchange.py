@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from lamina.compute.device.base import Array, Carrier, Floats, Partial
-from lamina.compute.device.exchanged_rows import Moves
+from lamina.compute.device.exchanged_rows import ExchangedRows
 from lamina.compute.local_memory import LocalShare
 from lamina.compute.mail import Mail
 from lamina.core.heads import WHOLE, HeadShards
@@ -134,7 +134,7 @@ class StepExchange:
         queries = [remote.rows.queries for remote in self._remotes]
         here_parts = list(map(number, here))
         self._transfers = carrier.transfers(
-            Moves(
+            ExchangedRows(
                 self._total,
                 rows,
                 own.count,

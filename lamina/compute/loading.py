@@ -14,7 +14,9 @@ from lamina.control.messages import ComputeSetup, LoadProgress, ModelLoaded
 from lamina.control.sockets import ControlClient
 from lamina.core.errors import ConfigError, is_out_of_memory
 from lamina.core.heads import HeadShards
-from lamina.core.types import Quantization
+from lamina.core.types import ActivationDType, Quantization
+from lamina.lowering import Target
+from lamina.lowering.weight_forms import takes_byte_rows
 from lamina.models import directory, tensors
 from lamina.models.directory import ModelDirectory, checkpoint_digest
 from lamina.models.quantisation.codes import Weight
@@ -70,9 +72,10 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
             form,
         )
         weights_held = _describe_weights(place, loaded, setup.quantization, prepared)
-        if setup.activation_dtype != "auto":
-            weights_held += f", activations in {setup.activation_dtype}"
-        runner = device.runner(part, loaded, ranks.reduce if setup.ranks > 1 else None, setup.activation_dtype)
+        activations = _activation_dtype(setup, device, loaded)
+        if activations == "int8":
+            weights_held += ", activations in int8"
+        runner = device.runner(part, loaded, ranks.reduce if setup.ranks > 1 else None, activations)
         draws, own = min(setup.rows, setup.sequences), shards.of_rank(setup.ranks).count
         runner.reserve(setup.rows, draws, own)
     except (MemoryError, RuntimeError) as error:
@@ -96,6 +99,14 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
         )
     )
     return runner, shards
+
+
+def _activation_dtype(setup: ComputeSetup, device: Device, loaded: Mapping[str, Weight]) -> ActivationDType:
+    """Return what activations are rounded to: of ``auto``, int8 if weights are rounded to int4 and this CPU can."""
+    if setup.activation_dtype != "auto":
+        return setup.activation_dtype
+    rounds = setup.quantization == "int4" and device.target is Target.CPU and takes_byte_rows(loaded)
+    return "int8" if rounds else "dtype"
 
 
 def _check_quantization(

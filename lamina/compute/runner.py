@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from lamina.compute.device.base import Array, Partial
-from lamina.compute.device.exchanged_rows import Moves
+from lamina.compute.device.exchanged_rows import ExchangedRows
 from lamina.compute.device.native import NativeTransfers
 from lamina.compute.rows import Rows, pad
 from lamina.core.types import ActivationDType, AttentionSpec, DType
@@ -35,8 +35,8 @@ class NativeRunner:
     def __init__(self, dtype: DType) -> None:
         self.dtype = dtype
 
-    def transfers(self, moves: Moves) -> NativeTransfers:
-        return NativeTransfers(moves, getattr(torch, self.dtype.value), torch.get_num_threads())
+    def transfers(self, exchanged: ExchangedRows) -> NativeTransfers:
+        return NativeTransfers(exchanged, getattr(torch, self.dtype.value), torch.get_num_threads())
 
     def lent(self, output: SliceOutput) -> tuple[Array, Array, Array]:
         return output.arrays

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ from lamina.core.types import AttentionSpec
 from lamina.dataplane.wire import Array
 from lamina.lowering import Workspace
 from lamina.splitter import Crossing, as_numpy
+
+AHEAD_SLICE_S = 1e-4  # between two looks while the device runs a whole step: has it ended, has the next plan come
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ class StepRun:
         is_whole = len(self._own) == slices and len(chosen) == self._count > 0
         self._table = exchange.only_table if whole is not None and is_whole else None
         self._whole = whole
+        self._launched_ns = 0  # when all slices were given to the device; 0: not, or no time is recorded
         self._context: tuple[torch.Tensor, ...] = ()
         self._chunks: Partial | None = None
 
@@ -182,9 +186,19 @@ class StepRun:
         logits = self._whole.run(self._rows, self._table)
         if logits is None:
             return None
-        self._timeline.record_span("slice", self.plan.lane, begun)
-        self._next, self.is_launched = len(self._own), True
+        self._next, self.is_launched, self._launched_ns = len(self._own), True, begun
         return logits[: self._count]
+
+    def record_launched(self) -> None:
+        """Wait for the device to end a launched step, and record its time; do nothing if no time is recorded.
+
+        The wait delays the draws of a recorded step by the time that it takes to launch them.
+        """
+        if self._whole is None or not self._launched_ns:
+            return
+        while not self._whole.has_ended():  # the draws, which follow, would wait as long
+            time.sleep(AHEAD_SLICE_S)
+        self._timeline.record_span("slice", self.plan.lane, self._launched_ns)
 
     def _gather(self, index: int) -> torch.Tensor:
         begun = self._timeline.now()

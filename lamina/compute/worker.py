@@ -24,7 +24,7 @@ from lamina.compute.local_memory import LocalMemory
 from lamina.compute.mail import Mail
 from lamina.compute.ranks import EpochEndingError, RankWait, SliceOrder
 from lamina.compute.sequences import Sequences
-from lamina.compute.step import Replica, StepRun
+from lamina.compute.step import AHEAD_SLICE_S, Replica, StepRun
 from lamina.control.messages import (
     REPORT_S,
     ComputeSetup,
@@ -62,7 +62,6 @@ from lamina.worker.process import run_worker
 IDLE_SLICE_S = 1.0
 WAITING_SLICE_S = 0.05  # how long a worker that waits for messages may leave the end of an epoch unread
 LENDING_SLICE_S = 0.001  # the same while other replicas need this worker, which itself may get a plan meanwhile
-AHEAD_SLICE_S = 1e-4  # between two looks for the next plan while the device runs a step
 
 
 @dataclass
@@ -295,6 +294,7 @@ class ComputeWorker(WorkerLoop):
         if step.is_launched:
             self._answer()  # the engine plans the next step while the device runs this one
             self._take_in_next()
+            step.record_launched()
         drawing = self._timeline.now()
         done = self._sequences.draw(step.plan, logits) if last and step.ends_here else None
         if done is not None:

@@ -112,9 +112,10 @@ class EngineConfig:
     activation_dtype: Annotated[
         ActivationDType,
         Meaning(
-            "Element type of the inputs of int8 and int4 layers. auto is dtype. int8 "
-            "rounds them to one byte with a scale per token and 128 inputs or fewer, which makes prompts and large "
-            "batches faster and logits less exact. Needs CPUs with AVX-512 and VNNI.",
+            "Element type of the inputs of int8 and int4 layers. dtype leaves them in dtype. int8 rounds them to one "
+            "byte with a scale per token and 128 inputs or fewer, which makes prompts and large batches faster and "
+            "logits less exact; it needs CPUs with AVX-512 and VNNI. auto is int8 on such CPUs with quantization int4, "
+            "whose own error is many times larger, and dtype otherwise.",
             group="Model",
         ),
     ] = "auto"

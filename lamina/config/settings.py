@@ -11,7 +11,7 @@ import inspect
 import os
 import types
 import typing
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar, cast
@@ -163,13 +163,19 @@ def plain_values(config: Any) -> dict[str, Any]:
     }
 
 
-def read_settings(file: Path, *configs: type[Any], others: Collection[str] = ()) -> dict[str, Any]:
+def read_settings(
+    file: Path,
+    *configs: type[Any],
+    others: Collection[str] = (),
+    elsewhere: Mapping[str, str] = types.MappingProxyType({}),
+) -> dict[str, Any]:
     """Return the values in a YAML file, by name. Settings that contradict each other are left to ``configs``.
 
     Args:
         file: The YAML file.
         configs: The dataclasses whose settings the file may have.
         others: Further names that the file may have; their values are returned unchecked.
+        elsewhere: By name of a setting that the file may not have: the command that has it.
 
     Raises ConfigError, naming the file, if it cannot be read, names an unknown setting or has an invalid value.
     """
@@ -187,6 +193,8 @@ def read_settings(file: Path, *configs: type[Any], others: Collection[str] = ())
         raise ConfigError(f"{file} holds {_shown(content)}; give one 'name: value' on each line")
     known = {setting.name: setting for config in configs for setting in settings(config)}
     for name in content:
+        if name in elsewhere and name not in known and name not in others:
+            raise ConfigError(f"{file}: {name} is a setting of `{elsewhere[name]}` alone; leave it out here")
         if name not in known and name not in others:
             raise ConfigError(f"{file}: there is no setting {name!r}; {_nearest(str(name), [*known, *others])}")
     values = {name: known[name].parse(value) if name in known else value for name, value in content.items()}

@@ -134,6 +134,12 @@ class GetTimeline(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
+class GetLives(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to engine: send ``LivesOf``, with this number."""
+
+    number: int
+
+
 class Scale(msgspec.Struct, tag=True, frozen=True):
     """Frontend to engine: add workers, or remove them where a number is negative. The answer is ``Scaled``."""
 
@@ -143,7 +149,7 @@ class Scale(msgspec.Struct, tag=True, frozen=True):
     prefill: int | str = 0
 
 
-FromFrontend = FrontendHello | Resume | Submit | Finish | Abort | GetStats | GetTimeline | Scale
+FromFrontend = FrontendHello | Resume | Submit | Finish | Abort | GetStats | GetTimeline | GetLives | Scale
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):

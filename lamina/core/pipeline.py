@@ -51,8 +51,8 @@ class Pipeline:
         stages: parts of each replica with different slices. Stage number s is stage ``s % stages`` of replica
             ``s // stages``.
         starts: the first slice of each stage. Empty without stages, and until the model is known.
-        prefill: the first so many replicas only run prompts, the others only decode; 0: all do both. At least one
-            replica always decodes.
+        prefill: how many replicas, the first ones, only run prompts; the others only decode. 0: all do both. At least
+            one replica always decodes.
         lends: True if compute workers with local memory attend to the KV there for other replicas too.
     """
 
@@ -140,7 +140,7 @@ class Pipeline:
         return dataclasses.replace(made, lanes=lanes, rotates=False, choices=(), prefill=prefill)
 
     def without_rotation(self) -> "Pipeline":
-        """This pipeline, without the choices in which lanes rotate."""
+        """Return this pipeline without the choices in which lanes rotate."""
         return dataclasses.replace(self, choices=tuple(one for one in self.choices if not one.rotates))
 
     @property
@@ -186,5 +186,5 @@ class Pipeline:
         return tuple(replica * count + own for replica in self.replicas_of(lane, rotates) for own in range(count))
 
     def tick(self, lane: int, turn: int) -> int:
-        """Return the rank of slice ``turn`` of ``lane`` in time: a replica runs the ready slice of the lowest tick."""
+        """Return the place in time of slice ``turn`` of ``lane``: a replica runs the ready slice of the lowest tick."""
         return turn * self.lanes + lane

@@ -65,8 +65,8 @@ Partition = Literal["auto", "request", "head", "token"]
 Quantization = Literal["none", "int8", "int4", "fp8"]
 """Setting of the type to which weights of linear layers are quantised while loaded; none: they are not."""
 
-ActivationDType = Literal["auto", "int8"]
-"""Setting of the element type of what linear layers multiply by weights held as codes: auto for the model's."""
+ActivationDType = Literal["auto", "dtype", "int8"]
+"""Setting of the element type of what linear layers multiply by weights held as codes; dtype: the model's."""
 
 ToolCallParser = Literal["auto", "none", "hermes", "mistral", "llama3_json", "deepseek_v3", "openai"]
 ReasoningParserName = Literal["auto", "none", "deepseek_r1", "mistral", "openai_gptoss"]

@@ -214,7 +214,7 @@ class Channel:
             self.hub.send_kept()  # kept messages come first
         if not self._admit(message):
             self._kept.append(message)
-            self.hub.keeping.add(self)
+            self.hub.keeping[self] = None
             self.hub.send_kept()
         return message
 
@@ -319,7 +319,7 @@ class Channel:
                 self._kept.remove(message)
                 message.send_kept()
         if not self._kept:
-            self.hub.keeping.discard(self)
+            self.hub.keeping.pop(self, None)
 
     def end(self) -> None:
         """Drop kept messages, and release all regions. Called by ``Hub.forget``."""
@@ -419,13 +419,13 @@ class Channel:
 
     def _owe(self) -> None:
         if not self._has_ended:
-            self.hub.owing.add(self)
+            self.hub.owing[self] = None
 
     def _tell(self) -> None:
         self._told = list(self._freed), self._fetched
         self._known += self._untold
         self._untold = 0
-        self.hub.owing.discard(self)
+        self.hub.owing.pop(self, None)
 
 
 class Hub:
@@ -443,8 +443,8 @@ class Hub:
     def __init__(self, arena: Arena, pool: tuple[int, int]) -> None:
         """``pool``: bytes [start, stop) of the arena."""
         self.channels: list[Channel] = []
-        self.keeping: set[Channel] = set()
-        self.owing: set[Channel] = set()
+        self.keeping: dict[Channel, None] = {}  # ordered sets: those of Python order channels by their addresses
+        self.owing: dict[Channel, None] = {}
         self.sequence = arena.sequence
         self._arena = arena
         self.regions = Space(*pool, ALIGNMENT)
@@ -473,8 +473,8 @@ class Hub:
     def forget(self, channel: Channel) -> None:
         """End a channel: drop its kept messages, and release the regions that its peer has not fetched."""
         self.channels.remove(channel)
-        self.keeping.discard(channel)
-        self.owing.discard(channel)
+        self.keeping.pop(channel, None)
+        self.owing.pop(channel, None)
         channel.end()
 
     def restart(self, topology: Topology) -> None:

@@ -26,10 +26,11 @@ from lamina.core.types import NOBODY, Client, FinishReason, KvElement, Request, 
 from lamina.dataplane.wire import check_placements
 from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, read_clocks, tell_to_stop
 from lamina.engine.live_timeline import LiveTimeline
+from lamina.engine.lives import Life, Lives
 from lamina.engine.losses import POLL_S
 from lamina.engine.members import Members, Save
 from lamina.engine.pools import Resize
-from lamina.engine.scaling import Scaling, Targets
+from lamina.engine.scaling import Scaling
 from lamina.engine.stats import EngineStats, PlacementView
 from lamina.engine.streams import Submission
 from lamina.engine.tracking import TrackedRequest
@@ -40,6 +41,7 @@ from lamina.models.directory import ModelDirectory, sampling_defaults
 from lamina.schedule.beam_search import check_beams
 from lamina.schedule.limits import MAX_WAITING, Limits, Places
 from lamina.schedule.policy import find_policy
+from lamina.schedule.roles import Targets
 from lamina.schedule.turn import Turn
 from lamina.text.grammars import require_grammar
 from lamina.text.prompts import check_token_params, check_tokens, prompt_tokens
@@ -120,6 +122,7 @@ class Engine:
         self._placement = PlacementView(self._scheduler, cluster.loaded.attentions, element)
         self._members = Members(control, workers, cluster, self._turn, config.max_restarts, save)
         self._live = LiveTimeline(self._members.tell)
+        self._lives = Lives()
         bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
         targets = Targets((config.slo_ttft_ms or math.inf) / 1e3, (config.slo_tbt_ms or math.inf) / 1e3)
         self._scaling = Scaling(bounds, self._turn, self._members, targets)
@@ -307,6 +310,10 @@ class Engine:
         self._control.wake()
         return self._live.spans()
 
+    def lives(self) -> list[Life]:
+        """Return what has happened to the newest requests, those that run first."""
+        return self._lives.told({name: each.generated for name, each in list(self._tracked.items())})
+
     def close(self) -> None:
         """End all requests and workers. Idempotent."""
         self._die("the engine was closed")
@@ -396,6 +403,7 @@ class Engine:
 
     def _complete(self, done: StepDone) -> None:
         drawn = self._turn.complete(done)
+        self._lives.note_done(done.step)
         self._steps += 1
         for draw in done.draws:
             owner = drawn.get(draw.sequence)
@@ -428,6 +436,7 @@ class Engine:
     def _send(self, plan: StepPlan, now: float) -> None:
         check_placements(plan, self.cluster.shards)
         self._members.watch.began(plan)
+        self._lives.note_plan(plan)
         for workers, part in self._members.recipients.select(plan, now):
             self._members.tell(workers, Step(part, self.topology.epoch))
 
@@ -438,6 +447,7 @@ class Engine:
             self._control.wake()
 
     def _add(self, tracked: TrackedRequest) -> None:
+        self._lives.note_queued(tracked.request.request_id, len(tracked.request.prompt_token_ids))
         try:
             group = self._scheduler.submit(tracked.request, tracked.drawn)
         except RequestError as error:  # a worker has been lost since the request was submitted
@@ -470,9 +480,11 @@ class Engine:
     def _publish(self, tracked: TrackedRequest) -> None:
         if tracked.finished:
             self._forget(tracked.request.request_id)
+            self._lives.note_end(tracked.request.request_id, tracked.reasons, tracked.generated, tracked.error)
         if not _call_back(tracked):
             self._scheduler.abort(tracked.request.request_id)
             self._forget(tracked.request.request_id)
+            self._lives.note_end(tracked.request.request_id, [], tracked.generated, "its caller failed")
 
     def _forget(self, request_id: str) -> None:
         with self._lock:
@@ -487,6 +499,7 @@ class Engine:
                 self._take(sender, message)
         if lost := members.lost():
             self._lacks_memory = True
+            self._lives.drop_steps()
             placement.promise(placement.possible)  # requests wait for the successors of those that are lost
             if (poison := members.on_workers_lost(lost)) is not None:
                 self._end_request(poison, FinishReason.ERROR, poisonous(lost), suspect=True)

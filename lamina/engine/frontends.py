@@ -24,6 +24,7 @@ from lamina.control.frontend_messages import (
     FromFrontend,
     FrontendBootstrap,
     FrontendHello,
+    GetLives,
     GetStats,
     GetTimeline,
     RequestTokens,
@@ -41,6 +42,7 @@ from lamina.core.errors import LaminaError, TransportError
 from lamina.core.types import FinishReason
 from lamina.engine.engine import Engine
 from lamina.engine.live_timeline import TimelineOf
+from lamina.engine.lives import LivesOf
 from lamina.engine.stats import StatsOf
 from lamina.engine.updates import OnTokens, TokenUpdate
 
@@ -239,14 +241,16 @@ class Frontends:
         elif isinstance(message, Abort):
             for number in message.requests:
                 self._abort(member, number)
-        elif isinstance(message, GetStats | GetTimeline | Scale):
+        elif isinstance(message, GetStats | GetTimeline | GetLives | Scale):
             self._reply(member, message)
 
-    def _reply(self, member: _Member, message: GetStats | GetTimeline | Scale) -> None:
+    def _reply(self, member: _Member, message: GetStats | GetTimeline | GetLives | Scale) -> None:
         if isinstance(message, GetStats):
             self._send(member, StatsOf(message.number, self._engine.stats()))
         elif isinstance(message, GetTimeline):
             self._send(member, TimelineOf(message.number, self._engine.timeline()))
+        elif isinstance(message, GetLives):
+            self._send(member, LivesOf(message.number, self._engine.lives()))
         else:
             self._scale(member, message)
 

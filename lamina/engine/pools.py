@@ -333,13 +333,12 @@ class Pools:
         for name in [] if self._joins.is_linking else list(self._turning):
             if name in self._turning and self._may_adopt(following := self._turned(name)):
                 self._turn_role(name, following)
-        # While a pool has no worker, those of the other one stay: a topology has members of both roles when one leaves.
-        for name in self._leaves.ready if self.topology.serves and not self._joins.is_linking else ():
+        for name in [] if self._joins.is_linking else self._leaves.ready:
             if name in self._turning or name not in self.topology.names:
                 continue
             leavers = self.topology.whole_replicas([name])
-            if self.topology.lacks(leavers) is not None:  # the last replica runs prompts: all that decode were lost
-                continue
+            if self.topology.lacks(leavers) is not None:
+                continue  # a topology has members of both roles when one leaves: those that were lost come back first
             following = self._left(leavers)
             if self._may_adopt(following):
                 others = following.names

@@ -14,7 +14,7 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -28,6 +28,7 @@ from lamina.control.frontend_messages import (
     Finish,
     FrontendBootstrap,
     FrontendHello,
+    GetLives,
     GetStats,
     GetTimeline,
     Resume,
@@ -51,6 +52,7 @@ from lamina.core.errors import (
 )
 from lamina.core.types import NOBODY, Client, FinishReason, Request
 from lamina.engine.live_timeline import TimelineOf
+from lamina.engine.lives import Life, LivesOf
 from lamina.engine.stats import EngineStats, StatsOf
 from lamina.engine.streams import Submission
 from lamina.engine.updates import Reading, TokenUpdate, as_run
@@ -68,7 +70,9 @@ SUBMIT_TIMEOUT_S = 60.0
 STATS_TIMEOUT_S = 5.0
 MOST_AT_ONCE = 64  # messages read before the event loop handles other events
 
-_DECODER = msgspec.msgpack.Decoder(Welcome | Submitted | AnswerBatch | Stopped | StatsOf | TimelineOf | Scaled)
+_DECODER = msgspec.msgpack.Decoder(
+    Welcome | Submitted | AnswerBatch | Stopped | StatsOf | TimelineOf | LivesOf | Scaled
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -212,17 +216,26 @@ class RemoteEngine:
 
     def timeline(self) -> dict[str, list[Span]]:
         """Return what workers did of late, as ``Engine.timeline`` does. Raises DeadlineError."""
-        reply: concurrent.futures.Future[dict[str, list[Span]]] = concurrent.futures.Future()
+        found: dict[str, list[Span]] | None = self._ask(GetTimeline)
+        return found or {}
+
+    def lives(self) -> list[Life]:
+        """Return what has happened to the newest requests, as ``Engine.lives`` does. Raises DeadlineError."""
+        found: list[Life] | None = self._ask(GetLives)
+        return found or []
+
+    def _ask(self, question: Callable[[int], msgspec.Struct]) -> Any:
+        """Return the engine's answer to a question; None if it has stopped. ``question``: makes it, of its number."""
+        reply: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self._lock:
             if self.dead is not None:
-                return {}
+                return None
             number = next(self._numbers)
             self._replies[number] = reply
-            self._requests.send(self._encoder.encode(GetTimeline(number)))
+            self._requests.send(self._encoder.encode(question(number)))
         with contextlib.suppress(EngineDeadError):
-            found: dict[str, list[Span]] = self._wait(number, reply, STATS_TIMEOUT_S)
-            return found
-        return {}
+            return self._wait(number, reply, STATS_TIMEOUT_S)
+        return None
 
     def scale(
         self, *, compute: int | str = 0, memory: int | str = 0, prefill: int | str = 0
@@ -292,7 +305,9 @@ class RemoteEngine:
             self._dispatch(_DECODER.decode(payload))
         self._loop.call_soon(self._receive)
 
-    def _dispatch(self, message: Welcome | Submitted | AnswerBatch | Stopped | StatsOf | TimelineOf | Scaled) -> None:
+    def _dispatch(
+        self, message: Welcome | Submitted | AnswerBatch | Stopped | StatsOf | TimelineOf | LivesOf | Scaled
+    ) -> None:
         if isinstance(message, AnswerBatch):
             for one in message.news:
                 if (asked := self._asked.get(one.request)) is not None:
@@ -308,6 +323,8 @@ class RemoteEngine:
             self._resolve(message.number, message.stats)
         elif isinstance(message, TimelineOf):
             self._resolve(message.number, message.spans)
+        elif isinstance(message, LivesOf):
+            self._resolve(message.number, message.lives)
         elif isinstance(message, Scaled):
             self._note_scaled(message)
         elif isinstance(message, Stopped):

@@ -25,7 +25,7 @@ from lamina.core.topology import COMPUTE_POOLS, Pool, Topology
 from lamina.engine.members import Members
 from lamina.engine.pools import Pools, Resize
 from lamina.engine.stats import ScalingStats
-from lamina.schedule.roles import RoleBalance, Times
+from lamina.schedule.roles import LOOK_S, RoleBalance, Targets, expected_times
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.turn import Turn
 
@@ -151,24 +151,8 @@ def compute_load(scheduler: Scheduler, busy: float, serving: int, coming: int) -
     return Load(serving, serving + coming, min(busy, HIGH * serving), why, starved=starved)
 
 
-@dataclass(frozen=True)
-class Targets:
-    """Seconds to the first token of a request, and between two tokens."""
-
-    first_s: float
-    between_s: float
-
-
-def expected_times(turn: Turn, targets: Targets, prefill: int) -> Times:
-    """Return what requests wait for now, as shares of the targets. ``prefill``: replicas that run prompts."""
-    decodes = any(plan.decoding.sequences for plan in turn.in_flight.values())
-    between_s = turn.between_s if decodes else 0.0
-    return Times(turn.scheduler.prompts_s / max(1, prefill) / targets.first_s, between_s / targets.between_s)
-
-
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.25
 BUSY_S = 10.0  # over which the time in slices is averaged: a step may take seconds
 REFUSED_S = 30.0  # before a change that was refused, or whose workers did not start, is tried again
 

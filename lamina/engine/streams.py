@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol, Self
 from lamina.control.timeline import Span
 from lamina.core.errors import EngineDeadError, OverloadedError
 from lamina.core.types import Client, SamplingParams
+from lamina.engine.lives import Life
 from lamina.engine.stats import EngineStats
 from lamina.engine.updates import OnUpdate, RequestUpdate
 from lamina.models.directory import Defaults
@@ -60,6 +61,10 @@ class Runtime(Protocol):
 
     def timeline(self) -> dict[str, list[Span]]:
         """Return workers' recent spans by name; see ``engine.Engine.timeline``. May block."""
+        ...
+
+    def lives(self) -> list[Life]:
+        """Return what has happened to the newest requests; see ``engine.Engine.lives``. May block."""
         ...
 
     def scale(self, *, compute: int | str = 0, memory: int | str = 0, prefill: int | str = 0) -> Future[list[str]]:

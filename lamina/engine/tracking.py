@@ -61,6 +61,8 @@ class TrackedRequest:
         group: The request's group in the scheduler; a new group replaces it after its KV was dropped.
         drawn: Tokens that an earlier engine drew; None after ``start``.
         finished: Every completion has a finish reason.
+        reasons: Finish reasons of the completions that have one.
+        error: Why the request failed.
 
     Its memory does not grow with the tokens drawn, and the cost of a token does not depend on how many came before.
     """
@@ -70,15 +72,17 @@ class TrackedRequest:
         "_continuations",
         "_ends",
         "_eos_token_ids",
-        "_error",
         "_finished_news",
+        "_finished_tokens",
         "_on_tokens",
         "_search",
         "_unfinished",
         "_with_logprobs",
         "drawn",
+        "error",
         "finished",
         "group",
+        "reasons",
         "request",
     )
 
@@ -92,6 +96,8 @@ class TrackedRequest:
         self._eos_token_ids = eos_token_ids
         self._on_tokens = on_tokens
         self.finished = False
+        self.reasons: list[FinishReason] = []
+        self._finished_tokens = 0  # of completions that have finished
         begun = drawn or {index: list[int]() for index in range(request.params.n)}
         self._unfinished = {index: _Unfinished(len(tokens)) for index, tokens in begun.items()}
         self._finished_news: list[
@@ -101,7 +107,7 @@ class TrackedRequest:
         self._ends: TokenEnds | None = None
         self._search: BeamSearch | None = None
         self._continuations: dict[int, list[Logprob]] = {}  # by beam: its most likely next tokens, once known
-        self._error: str | None = None
+        self.error: str | None = None
 
     def start(self, group: Group) -> None:
         """Record the request's ``group`` in the scheduler: its completions may draw tokens from now on."""
@@ -175,15 +181,23 @@ class TrackedRequest:
         May be called before ``start``.
         """
         if not self.finished:
-            self._error = error
+            self.error = error
             for index in sorted(self._unfinished):
                 self._finish(index, reason)
 
     def _finish(self, index: int, reason: FinishReason) -> None:
-        news = self._unfinished.pop(index).news or CompletionTokens(index, [])
+        one = self._unfinished.pop(index)
+        self.reasons.append(reason)
+        self._finished_tokens += one.drawn
+        news = one.news or CompletionTokens(index, [])
         news.finish_reason = reason
         self._finished_news.append(news)
         self.finished = not self._unfinished
+
+    @property
+    def generated(self) -> int:
+        """Number of tokens drawn so far. Any thread may read it."""
+        return self._finished_tokens + sum(one.drawn for one in list(self._unfinished.values()))
 
     def publish(self) -> None:
         """Pass to ``on_tokens`` all tokens and finish reasons since the last call."""
@@ -193,4 +207,4 @@ class TrackedRequest:
                 news.append(one.news)
                 one.news = None
         cached = 0 if self.group is None else self.group.cached_tokens or 0
-        self._on_tokens(TokenUpdate(news, self.finished, self._error, cached, self.group))
+        self._on_tokens(TokenUpdate(news, self.finished, self.error, cached, self.group))

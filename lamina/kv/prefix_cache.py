@@ -49,7 +49,7 @@ class PrefixCache:
         self._window = window
         self._trees = {worker: self._new_tree(worker) for worker in placement.capacities} if enabled else {}
         self._shared: dict[Group, tuple[PrefixTree, Node]] = {}  # the last node that each request shares
-        self._grown = set[PrefixTree]()  # trees with new checkpoints
+        self._grown: dict[PrefixTree, None] = {}  # trees with new checkpoints
         self._dealt: dict[Group, Node] = {}  # the entries of ``_shared`` that no plan has admitted yet
         self._branches: dict[Group, int] = {}  # prefix lengths that are in the tree, but that requests recompute
         self._forks: list[Fork] = []
@@ -406,7 +406,7 @@ class PrefixCache:
                 self._forks.append(Fork(node.any_sequence, sequence, length))
                 tree.give_sequence(node, sequence)
             self._forks.append(Fork(source, node.any_sequence, length))
-            self._grown.add(tree)
+            self._grown[tree] = None
         tree.checkpoints.use(node)
 
     def keep_completion(self, group: Group, completion: Completion) -> None:
@@ -479,7 +479,7 @@ class PrefixCache:
         leaf, superseded = tree.insert_leaf(node, salt, tokens, sequence, segments)
         self._forks.append(Fork(source, sequence, leaf.stop))
         if self._window:
-            self._grown.add(tree)
+            self._grown[tree] = None
         if superseded is not None:
             self._released.append(superseded)
         return leaf
@@ -523,7 +523,7 @@ class PrefixCache:
     def _drop_checkpoints(self) -> None:
         """Drop the least recently used checkpoints until the others fit into the available rows."""
         while self._grown:
-            tree = self._grown.pop()
+            tree, _ = self._grown.popitem()
             while (node := tree.checkpoints.oldest(self._dealt.values())) is not None:
                 if node.children:
                     self._released.append(node.any_sequence)

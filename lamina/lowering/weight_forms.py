@@ -161,15 +161,20 @@ class HostForm(_ModelForm):
         return codes if dtype == torch.bfloat16 and all(map(can_pack, codes.each)) else None
 
 
+def takes_byte_rows(tensors: Mapping[str, Weight]) -> bool:
+    """Return whether this CPU multiplies some of these weights by activations of 8 bits."""
+    held = [weight for weight in tensors.values() if isinstance(weight, Codes | ExpertCodes)]
+    codes = [one for weight in held for one in (weight.each if isinstance(weight, ExpertCodes) else [weight])]
+    return _native.linear_takes_byte_rows() and any(map(x_group, codes))
+
+
 def require_byte_rows(tensors: Mapping[str, Weight]) -> None:
     """Raise ConfigError if a CPU multiplies none of these weights by activations of 8 bits."""
     if not _native.linear_takes_byte_rows():
         raise ConfigError(
             "--activation-dtype int8 needs AVX-512 with bfloat16 and VNNI, which this processor lacks: leave it out"
         )
-    held = [weight for weight in tensors.values() if isinstance(weight, Codes | ExpertCodes)]
-    codes = [one for weight in held for one in (weight.each if isinstance(weight, ExpertCodes) else [weight])]
-    if not any(map(x_group, codes)):
+    if not takes_byte_rows(tensors):
         raise ConfigError(
             f"--activation-dtype int8 concerns weights held as int8 or int4 in groups that are multiples of 16 inputs, "
             f"of which this model has none among {len(tensors)}: give --quantization int8 or int4, or leave it out"

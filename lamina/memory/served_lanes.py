@@ -1,6 +1,7 @@
 """State of the lanes that a memory worker serves, and of the slots in which their requests arrive."""
 
 import collections
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +44,10 @@ class Door:
     body: Any = field(default_factory=lambda: memoryview(b""))
 
     def set_aside(self) -> "Door":
-        """Free the slot, whose request has arrived as a whole; return a door with a copy of the request."""
+        """Free slot and region of the request, which has arrived as a whole. Return a door with a copy of it.
+
+        The region stays while K and V are fetched from it.
+        """
         assert self.request is not None
         request, body = self.request, self.body
         if request.body is None:  # the body was fetched
@@ -51,8 +55,9 @@ class Door:
         else:
             request.set_aside()
             body = request.body
+        request.end_reading()
         self.clear()
-        return Door(self.channel, -1, request, body)
+        return Door(self.channel, -1, dataclasses.replace(request, fetched_at=-1, readers=1), body)
 
     def clear(self) -> None:
         """Forget the request."""

@@ -21,6 +21,7 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx")
 
 
@@ -75,6 +76,15 @@ class ModelDirectory:
     @property
     def max_model_len(self) -> int | None:
         return max_model_len(self.config)
+
+    @property
+    def most_model_len(self) -> int | None:
+        """The longest context that may be asked for. With linear scaling of positions, configs state either the trained
+        or the scaled length: the default takes it for the scaled one."""
+        rope, stated = _rope(self.text_config), self.max_model_len
+        if stated is None or rope.get("rope_type", rope.get("type")) != "linear":
+            return stated
+        return max(stated, int(stated * rope.get("factor", 1.0)))
 
 
 def find(model: str | os.PathLike[str] | None, *, weights: bool = True, tokenizer: bool = True) -> ModelDirectory:
@@ -147,10 +157,14 @@ def max_model_len(config: Mapping[str, Any]) -> int | None:
     stated: int | None = next((config[key] for key in _LENGTH_KEYS if isinstance(config.get(key), int)), None)
     if stated is None:
         return None
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = _rope(config)
     if rope.get("rope_type", rope.get("type")) == "yarn" and "original_max_position_embeddings" in rope:
         return max(stated, int(rope["original_max_position_embeddings"] * rope.get("factor", 1.0)))
     return stated
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
 def read_json(file: Path) -> dict[str, Any]:

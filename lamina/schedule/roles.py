@@ -7,6 +7,9 @@ by n / (n - 1). If both targets are missed, no change of roles helps: there are 
 
 from dataclasses import dataclass
 
+from lamina.schedule.turn import Turn
+
+LOOK_S = 0.25  # between two decisions
 HOLD_S = 5.0  # for which a target must have been missed
 ROOM = 0.85  # of a target that the other role may take once it has a replica less
 
@@ -24,8 +27,23 @@ class Times:
     between: float
 
 
+@dataclass(frozen=True)
+class Targets:
+    """Seconds to the first token of a request, and between two tokens."""
+
+    first_s: float
+    between_s: float
+
+
+def expected_times(turn: Turn, targets: Targets, prefill: int) -> Times:
+    """Return what requests wait for now, as shares of the targets. ``prefill``: replicas that run prompts."""
+    decodes = any(plan.decoding.sequences for plan in turn.in_flight.values())
+    between_s = turn.between_s if decodes else 0.0
+    return Times(turn.scheduler.prompts_s / max(1, prefill) / targets.first_s, between_s / targets.between_s)
+
+
 class RoleBalance:
-    """Decides which role a replica is to have, asked a few times a second."""
+    """Decides which role a replica is to have, asked every ``LOOK_S``."""
 
     def __init__(self, least: int, most: int) -> None:
         """``least`` and ``most``: replicas that only run prompts, at least 1."""

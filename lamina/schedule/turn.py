@@ -98,7 +98,7 @@ class Turn:
         is_paused: Whether no step is planned, see ``pause``.
         busy_s: Seconds that compute workers have spent in slices so far.
         prefill_busy_s: Those of replicas that only run prompts.
-        between_s: Seconds of a step in which sequences decode, lately.
+        between_s: Seconds between the ends of two steps of a lane in which sequences decode, lately.
         next_plan_at: When to call ``plan`` again although nothing has happened; inf: not before something happens.
     """
 
@@ -239,7 +239,7 @@ class Turn:
         if role == "prefill":
             self.prefill_busy_s += done.busy_s
         elif plan.decoding.sequences and done.rows:
-            latest_s = done.busy_s + done.waited_s
+            latest_s = max(done.busy_s + done.waited_s, done.busy_s * self._sharers(plan.lane))
             self.between_s += (LEARN if self.between_s else 1.0) * (latest_s - self.between_s)
         if self._pace is not None and done.rows:
             self._pace.on_step_done(plan, done.busy_s, done.waited_s)
@@ -253,6 +253,14 @@ class Turn:
             self._sequences = self.scheduler.sequences
             self._chooser.note_step(done.rows, len(plan.decoding.sequences), done.busy_s, done.waited_s)
         return self.scheduler.complete(plan.lane, plan.step)
+
+    def _sharers(self, lane: int) -> int:
+        """Return the number of decode lanes, ``lane`` included, whose slices one replica runs in turn."""
+        replicas = self._pipeline.replicas
+        if self._pipeline.role(lane) != "decode":
+            return 1
+        others = {plan.lane for plan in self.in_flight.values() if plan.decoding.sequences}
+        return len({one for one in others if one % replicas == lane % replicas} | {lane})
 
     @property
     def reviews_lanes(self) -> bool:

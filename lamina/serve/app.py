@@ -1,5 +1,6 @@
 """The OpenAI-compatible HTTP application for one engine."""
 
+import asyncio
 import functools
 import time
 from collections.abc import Callable
@@ -45,6 +46,7 @@ def create_app(
     owner: int | None = None,
     config: ServerConfig = DEFAULTS,
     traces: "TracerProvider | None" = None,
+    closing: asyncio.Event | None = None,
 ) -> ASGIApp:
     """Build the application.
 
@@ -53,6 +55,7 @@ def create_app(
         owner: The process that SIGTERM stops the server in, for ``POST /admin/stop``; None: it cannot be stopped so.
         config: Keys, limits and origins.
         traces: Records spans of requests; None: nothing does.
+        closing: Set once the server stops, which ends the streams of dashboards.
     """
     # No docs pages: they load from a CDN.
     app = FastAPI(title="Lamina", version=lamina.__version__, docs_url=None, redoc_url=None)
@@ -64,7 +67,7 @@ def create_app(
 
     _install_answers(app, engine, metrics.traffic, intake)
     _install_models(app, engine)
-    monitoring.install(app, engine, metrics)
+    monitoring.install(app, engine, metrics, closing or asyncio.Event())
     _install_tokens(app, engine, intake)
     admin.install(app, engine, owner)
     app.openapi = functools.partial(interface, app, engine)  # type: ignore[method-assign]

@@ -19,11 +19,11 @@ from lamina.config.environment import environment
 from lamina.config.server_config import ServerConfig
 from lamina.core.errors import ConfigError
 from lamina.serve.http_errors import RETRY_AFTER_S, APIError
-from lamina.serve.monitoring import FILES, LANES_PATH, STATE_PATH
+from lamina.serve.monitoring import EVENTS_PATH, FILES, LANES_PATH, STATE_PATH
 
 OPEN = frozenset(("/health", "/ping", "/version", *FILES))
 """Paths that need no key: load balancers ask them, and pages hold nothing secret."""
-MONITORING = frozenset(("/metrics", "/placement", "/load", STATE_PATH, LANES_PATH))
+MONITORING = frozenset(("/metrics", "/placement", "/load", STATE_PATH, LANES_PATH, EVENTS_PATH))
 """Paths that need ``LAMINA_METRICS_KEY`` if that is set, and no key otherwise."""
 ADMIN = "/admin/"
 """Paths that check ``LAMINA_ADMIN_KEY`` themselves."""

@@ -222,6 +222,7 @@ _NULL = msgspec.Raw(b"null")
 class _Part(msgspec.Struct, gc=False, omit_defaults=True):
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class _Message(msgspec.Struct, forbid_unknown_fields=True):

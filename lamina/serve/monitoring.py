@@ -4,19 +4,23 @@ The pages load no other site's files.
 """
 
 import asyncio
+import contextlib
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 
 import lamina
 from lamina.control.timeline import Span
+from lamina.core.errors import LaminaError
 from lamina.engine.stats import EngineStats, imbalance
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import CONTENT_TYPE, Metrics
+from lamina.serve.answers import event
 from lamina.serve.http_errors import APIError, first_line
 
 WEB = Path(__file__).parent / "web"
@@ -34,13 +38,17 @@ FILES = {  # by path: the file, and its media type
 POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'"
 STATE_PATH = "/dashboard/state"
 LANES_PATH = "/dashboard/lanes"
+EVENTS_PATH = "/dashboard/events"
+EVERY_S = 1.0
+"""Time between two events of the dashboard."""
 MOST_SHOWN = 120
 """Spans of a worker in one window of the lanes."""
 FULL = 0.9  # of all token slots in use: new requests then wait for slots rather than for compute workers
 
 
-def install(app: FastAPI, engine: Runtime, metrics: Metrics) -> None:
-    """Add the routes to ``app``."""
+def install(app: FastAPI, engine: Runtime, metrics: Metrics, closing: asyncio.Event) -> None:
+    """Add the routes to ``app``. ``closing``: set once the server stops, which ends the streams of dashboards."""
+    feed = Feed(engine, metrics)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
@@ -95,8 +103,46 @@ def install(app: FastAPI, engine: Runtime, metrics: Metrics) -> None:
         spans = await asyncio.to_thread(engine.timeline)
         return JSONResponse(lanes_of(spans), headers={"Cache-Control": "no-store"})
 
+    @app.get(EVENTS_PATH, include_in_schema=False)
+    async def events() -> Response:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(_events(feed, closing), 200, headers, "text/event-stream")
+
     for path, (name, media_type) in FILES.items():
         app.add_api_route(path, _sender(name, media_type), methods=["GET", "HEAD"], include_in_schema=False)
+
+
+class Feed:
+    """What dashboards are sent. Any number of them costs the engine one question of each kind per ``EVERY_S``."""
+
+    def __init__(self, engine: Runtime, metrics: Metrics) -> None:
+        self._engine, self._metrics = engine, metrics
+        self._lock = asyncio.Lock()
+        self._at = -math.inf
+        self._latest = b""
+
+    async def latest(self) -> bytes:
+        """Return the event to send now."""
+        async with self._lock:
+            if time.monotonic() > self._at + EVERY_S / 2:
+                self._latest = await asyncio.to_thread(self._look)
+                self._at = time.monotonic()
+            return self._latest
+
+    def _look(self) -> bytes:
+        try:
+            state = state_of(self._engine.stats(), self._metrics.totals(), self._engine)
+            lanes, lives = lanes_of(self._engine.timeline()), self._engine.lives()
+        except LaminaError as error:
+            return event({"message": str(error)}, "failed")
+        return event({"state": state, "lanes": lanes, "lives": lives}, "view")
+
+
+async def _events(feed: Feed, closing: asyncio.Event) -> AsyncIterator[bytes]:
+    while not closing.is_set():
+        yield await feed.latest()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(closing.wait(), EVERY_S)
 
 
 def placement_of(stats: EngineStats) -> dict[str, Any]:

@@ -88,9 +88,10 @@ class _Server(uvicorn.Server):
         on_ready: Callable[[], None],
         settings: ServerConfig,
         traces: "TracerProvider | None",
+        closing: asyncio.Event,
     ) -> None:
         super().__init__(config)
-        self._traces = traces
+        self._traces, self._closing = traces, closing
         self._grace_s, self._tls = settings.shutdown_timeout, tls_context(settings)
         self._engine = engine
         self._on_ready = on_ready
@@ -127,6 +128,7 @@ class _Server(uvicorn.Server):
             super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._closing.set()
         for task in self._accepting:
             task.cancel()
         ending = asyncio.create_task(self._end_answers())
@@ -141,6 +143,7 @@ class _Server(uvicorn.Server):
         """After the shutdown timeout or a second signal, close the engine, which ends open answers with an error."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._grace_s
+        await asyncio.sleep(POLL_S)  # the streams of dashboards end first
         if self._answers and not self._hurry:
             log.warning(
                 "%d open answers have %d s to finish; press Ctrl-C again to end them now", self._answers, self._grace_s
@@ -202,9 +205,9 @@ def make_server(
     engine: Runtime, on_ready: Callable[[], None], owner: int | None = None, config: ServerConfig = DEFAULTS
 ) -> _Server:
     """Build the server that ``serve`` runs. ``owner``: see ``serve_in_loop``."""
-    traces = provider_from_environment()
+    traces, closing = provider_from_environment(), asyncio.Event()
     uvicorns = uvicorn.Config(
-        create_app(engine, owner or os.getpid(), config, traces),
+        create_app(engine, owner or os.getpid(), config, traces, closing),
         log_config=None,
         access_log=False,
         http="h11",
@@ -217,4 +220,4 @@ def make_server(
         target = logging.getLogger(name)
         if not any(isinstance(each, OncePer) for each in target.filters):
             target.addFilter(OncePer())
-    return _Server(uvicorns, engine, on_ready, config, traces)
+    return _Server(uvicorns, engine, on_ready, config, traces, closing)

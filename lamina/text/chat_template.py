@@ -12,6 +12,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import jinja2.utils
 
 from lamina.core.errors import RequestError
 
@@ -86,18 +87,16 @@ class ChatTemplate:
             check_message(index, message)
         if not messages:
             raise RequestError("messages is empty; give at least one message")
+        if continue_final_message:
+            messages = [*messages[:-1], _with_tag(messages[-1])]
         render = functools.partial(self._render, messages, tools, add_generation_prompt, variables or {})
         try:
             prompt = _render_parts(render, messages)
-            return _cut_after(prompt, messages[-1]) if continue_final_message else prompt
         except RequestError:
             raise
         except Exception as error:  # a template is a program from the model's author: it may raise anything
-            if any(message.get("tool_calls") for message in messages):
-                for as_text in (False, True):
-                    with contextlib.suppress(Exception):
-                        return render(fill_content=True, arguments_as_text=as_text)
-            raise RequestError(f"the model's chat template refuses these messages: {error}") from error
+            prompt = _render_calls(render, messages, error)
+        return _cut_at_tag(prompt) if continue_final_message else prompt
 
     def _render(
         self,
@@ -109,7 +108,7 @@ class ChatTemplate:
         arguments_as_text: bool = False,
         parts: Parts = "joined",
     ) -> str:
-        given = {"documents": None, **variables, **self._special_tokens}
+        given = {"documents": None, **self._special_tokens, **variables}
         plain = [_plain_message(message, fill_content, arguments_as_text) for message in messages]
         for message in plain:
             if "content" in message:
@@ -124,8 +123,10 @@ class ChatTemplate:
     def _content(self, content: str | list[Any], parts: Parts) -> str | list[Any]:
         if self._reads_parts_alone and isinstance(content, str):
             return _single(content)
-        if isinstance(content, str) or parts == "given" or self._reads_parts_alone:
+        if isinstance(content, str):
             return content
+        if parts == "given" or self._reads_parts_alone:
+            return [part if part["type"] == "text" else _single(_text_of(part))[0] for part in content]
         text = joined_text(content)
         return text if parts == "joined" else _single(text)
 
@@ -156,16 +157,40 @@ def _render_parts(render: Callable[..., str], messages: Sequence[Mapping[str, An
     return joined
 
 
-def _cut_after(prompt: str, message: Mapping[str, Any]) -> str:
-    """Return the prompt up to the end of the content of its last message."""
+def _render_calls(render: Callable[..., str], messages: Sequence[Mapping[str, Any]], error: Exception) -> str:
+    """Render in other forms messages with tool calls, on which a template has failed with ``error``."""
+    if any(message.get("tool_calls") for message in messages):
+        for as_text in (False, True):
+            with contextlib.suppress(Exception):
+                return render(fill_content=True, arguments_as_text=as_text)
+    raise RequestError(f"the model's chat template refuses these messages: {error}") from error
+
+
+_TAG = "LAMINA-CONTINUES-HERE "
+"""Marks the end of the content that an answer continues. Templates that strip contents strip its space."""
+
+
+def _with_tag(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with the tag at the end of its content."""
     content = message.get("content")
-    if isinstance(content, list):
-        content = next((part["text"] for part in reversed(content) if part["text"]), "")
-    text = content or ""
-    for form in (text, text.strip()):  # many templates strip what they repeat
-        if form and (place := prompt.rfind(form)) >= 0:
-            return prompt[: place + len(form)]
-    raise RequestError("continue_final_message needs a last message whose content the chat template repeats")
+    if isinstance(content, str):
+        return {**message, "content": content + _TAG}
+    if not content:
+        raise _not_continued()
+    *before, last = content
+    return {**message, "content": [*before, *_single(_text_of(last) + _TAG)]}
+
+
+def _cut_at_tag(prompt: str) -> str:
+    """Return the prompt up to the tag, as transformers does: where it was stripped, so is the text before it."""
+    place = prompt.rfind(_TAG.strip())
+    if place < 0:
+        raise _not_continued()
+    return prompt[:place] if prompt.startswith(_TAG, place) else prompt[:place].rstrip()
+
+
+def _not_continued() -> RequestError:
+    return RequestError("continue_final_message needs a last message whose content the chat template repeats")
 
 
 MAY_LACK_CONTENT = ("assistant", "tool", "function")
@@ -242,10 +267,15 @@ def joined_text(parts: Sequence[Any]) -> str:
     return "\n".join(map(_text_of, parts))
 
 
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""By type of a part with text: the key of its text."""
+
+
 def _text_of(part: Any) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get(_TEXTS[kind]) if isinstance(kind, str) and isinstance(part, Mapping) and kind in _TEXTS else None
+    if isinstance(text, str):
+        return text
     raise RequestError(f"a content part of type {kind!r} is not supported; give text parts")
 
 
@@ -256,7 +286,39 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
     return environment
+
+
+class _Dict:
+    """Jinja's ``dict`` without the attributes of the class. As in transformers, since templates are not trusted."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's ``namespace`` without names that Python reads. As in transformers."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may name an attribute ``self``
+        own, args = args[0], args[1:]
+        given = dict(*args, **kwargs)
+        for name in given:
+            _require_plain_name(name)
+        jinja2.utils.Namespace.__init__(own, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _require_plain_name(name)
+        super().__setitem__(name, value)
+
+
+def _require_plain_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace has no attribute {name!r}; rename it")
 
 
 def _tojson(

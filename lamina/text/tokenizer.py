@@ -13,7 +13,7 @@ import tokenizers
 
 from lamina.core.errors import ModelError, RequestError
 from lamina.core.types import ChatSettings
-from lamina.models.directory import TOKENIZER, TOKENIZER_CONFIG, ModelDirectory, read_json
+from lamina.models.directory import SPECIAL_TOKENS_MAP, TOKENIZER, TOKENIZER_CONFIG, ModelDirectory, read_json
 from lamina.models.hub import NAMED_TEMPLATES
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         config_file = directory.path / TOKENIZER_CONFIG
         config = read_json(config_file) if config_file.is_file() else {}
-        self._special_tokens = _special_tokens(config)
+        self._special_tokens = _special_tokens(directory.path, config)
         self._own_templates = _chat_templates(directory.path, config)
         self._compiled: dict[str, ChatTemplate] = {}
         self.chat_settings = chat or ChatSettings()
@@ -438,10 +438,17 @@ def check_unicode(text: str) -> int:
         ) from None
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return bos_token, eos_token, ... of tokenizer_config.json, given as strings or objects with ``content``."""
+def _special_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return bos_token, eos_token, ... of tokenizer_config.json, given as strings or objects with ``content``.
+
+    Older checkpoints name them in special_tokens_map.json instead, which transformers reads under the same condition.
+    """
+    file = path / SPECIAL_TOKENS_MAP
+    if "added_tokens_decoder" not in config and file.is_file():
+        config = {**config, **read_json(file)}
+    more = config.get("extra_special_tokens")
     tokens = {}
-    for key, value in config.items():
+    for key, value in {**config, **(more if isinstance(more, dict) else {})}.items():
         content = value.get("content") if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(content, str):
             tokens[key] = content

@@ -56,6 +56,9 @@ class Plain(http.server.BaseHTTPRequestHandler):
             self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
         self.wfile.write(b"data: [DONE]\n\n")
 
+    def do_GET(self) -> None:
+        self.send_error(401)
+
     def log_message(self, *_: object) -> None:
         pass
 
@@ -139,15 +142,53 @@ def test_a_server_that_counts_nothing_and_refuses_half(plain: str) -> None:
     assert set(Plain.keys) == {"Bearer k"}
 
 
-def test_faults_are_errors_with_a_remedy(server: Running, tmp_path: Path) -> None:
+def test_faults_are_errors_with_a_remedy(server: Running, plain: str, tmp_path: Path) -> None:
     for options, status, said in (
         (["--url", server.url, "--rate", "0"], 1, "--rate is 0; give conversations per second above 0"),
         (["--url", "http://127.0.0.1:9"], 1, "no server answers at http://127.0.0.1:9"),
+        (["--url", plain], 1, "wants a key; give it as --api-key"),
         (["--url", server.url, "--trace", str(tmp_path / "none.csv")], 1, "cannot be read"),
         (["--url", server.url, "--model", "gpt", "--requests", "1"], 1, "none of 1 requests was answered: status 404"),
     ):
         result = CliRunner().invoke(app, ["bench", "serve", *options])
         assert result.exit_code == status and said in str(result.exception), result.output
+
+
+def test_guidellm_gets_the_load_as_its_scenario(
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that stands for GuideLLM copies what it is given; its status is that of the command."""
+    program = tmp_path / "guidellm"
+    program.write_text(f'#!/bin/sh\n[ "$1 $2" = "run --config" ] && cp "$3" {tmp_path}/got.json\nexit ${{STATUS:-0}}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    options = ("--client", "guidellm", "--url", server.url, "--requests", "7", "--rate", "2", "--prompt", "30")
+    run(*options, "--output", "5", "--api-key", "k", "--tokenizer", "/tok", "--html", str(tmp_path / "page.html"))
+    spec = json.loads((tmp_path / "got.json").read_text())["spec"]
+    assert spec["backend"] == {
+        "kind": "openai_http",
+        "target": server.url,
+        "model": "fake",
+        "timeout": 600.0,
+        "api_key": "k",
+    }
+    assert spec["profile"] == {"kind": "poisson", "rate": [2.0]}
+    assert spec["constraints"] == [{"kind": "max_requests", "count": 7}]
+    assert spec["data"] == [{"kind": "synthetic_text", "prompt_tokens": 30, "output_tokens": 5, "turns": 1}]
+    assert spec["tokenizer"] == {"kind": "huggingface_auto", "model": "/tok"}
+    assert spec["outputs"] == [{"kind": "console"}, {"kind": "html", "path": str(tmp_path / "page.html")}]
+    run(*options, "--rate", "inf", "--ignore-eos")
+    spec = json.loads((tmp_path / "got.json").read_text())["spec"]
+    assert spec["profile"] == {"kind": "throughput"} and spec["backend"]["extras"] == {"body": {"ignore_eos": True}}
+
+    def fault(*more: str) -> str:
+        return str(CliRunner().invoke(app, ["bench", "serve", *options, *more]).exception)
+
+    assert "no --trace and no --burst" in fault("--burst", "2")
+    monkeypatch.setenv("STATUS", "3")
+    assert "GuideLLM ended with status 3" in fault()
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "pip install guidellm" in fault()
 
 
 @pytest.mark.parametrize("burst", [1, 4])

@@ -100,6 +100,7 @@ def test_a_file_has_the_command_s_own_options_too(tmp_path: Path) -> None:
         ("own: 100", "own is 100: Invalid value for '--own'"),
         ("own: many", "own is 'many': Invalid value"),
         ("own: true", "own is True: Invalid value"),
+        ("port: 8000", "port is a setting of `lamina launch` alone; leave it out here"),
         ("owm: 1", "there is no setting 'owm'; the nearest name is 'own'"),
     ):
         file.write_text(text)

@@ -1,12 +1,16 @@
 """What an engine that takes over workers keeps: what compute and memory workers agree on."""
 
+from unittest.mock import Mock
+
 import pytest
 
-from lamina.cluster.bringup import kept_of
+from lamina.cluster.bringup import Saved, kept_of
 from lamina.control.messages import Computed, Recalled
+from lamina.core.errors import TransportError
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Segment
+from lamina.schedule.limits import Limits
 
 MEMBERS = [Member(f"compute{number}", "compute", "cpu", "") for number in range(2)]
 MEMBERS += [Member(f"memory{number}", "memory", "cpu", "", 100) for number in range(2)]
@@ -58,3 +62,12 @@ def test_of_several_reports_the_longest_counts_and_of_lost_workers_none() -> Non
     both = {"compute0": Recalled([computed(20, WHOLE)]), "compute1": Recalled([computed(60, WHOLE)])} | held
     assert [one.tokens for one in kept_of(both, TOPOLOGY)] == [60]
     assert [one.tokens for one in kept_of(both, TOPOLOGY.without(["compute1"]))] == [20]
+
+
+def test_nothing_is_taken_over_once_a_role_has_no_worker_left() -> None:
+    fabric = Mock(links={}, offers={}, greetings=dict.fromkeys(TOPOLOGY.names))
+    saved = Saved.from_topology(fabric, TOPOLOGY.without(["compute0"]), TOPOLOGY.sizes, Limits(4, 64, 100))
+    assert saved.kinds() == {"compute": {"compute1": "cpu"}, "memory": {"memory0": "cpu", "memory1": "cpu"}}
+    saved = Saved.from_topology(fabric, TOPOLOGY.without(["compute0", "compute1"]), TOPOLOGY.sizes, Limits(4, 64, 100))
+    with pytest.raises(TransportError, match="no compute worker was left"):
+        saved.kinds()

@@ -1,6 +1,8 @@
 """Settings against the limits of a machine and a model."""
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +31,23 @@ def test_a_model_that_states_no_context_length_asks_for_one() -> None:
     with pytest.raises(ConfigError, match="give max_model_len"):
         sizing.limits(EngineConfig(), model, ONE)
     assert sizing.limits(EngineConfig(max_model_len=77), model, ONE).max_model_len == 77
+
+
+@pytest.mark.parametrize(
+    ("rope", "most"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 256),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2}}, 128),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}}, 64),
+        ({}, 64),
+    ],
+)
+def test_linear_scaling_lets_longer_contexts_be_asked_for(rope: dict[str, Any], most: int) -> None:
+    model = directory.ModelDirectory(Path("model"), "model", {"max_position_embeddings": 64} | rope)
+    assert sizing.limits(EngineConfig(), model, ONE).max_model_len == 64
+    assert sizing.limits(EngineConfig(max_model_len=most), model, ONE).max_model_len == most
+    with pytest.raises(ConfigError, match=f"supports at most {most} tokens"):
+        sizing.limits(EngineConfig(max_model_len=most + 1), model, ONE)
 
 
 def test_sequences_of_a_large_cluster_need_a_row_of_their_own_in_their_lane_alone() -> None:

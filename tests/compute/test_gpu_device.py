@@ -17,7 +17,7 @@ from lamina.compute.device import make
 from lamina.compute.device.chunk_attention import attend_chunks
 from lamina.compute.device.cuda import Cuda
 from lamina.compute.device.emulated import Emulated
-from lamina.compute.device.exchanged_rows import Moves
+from lamina.compute.device.exchanged_rows import ExchangedRows
 from lamina.compute.device.gpu import Gpu
 from lamina.compute.device.kit import ROWS, padded_rows
 from lamina.compute.rows import Rows
@@ -203,8 +203,8 @@ def test_no_step_records_what_was_reserved() -> None:
     reserved = kit.recorded
     for count in range(1, 13):
         total, every = padded_rows(count), np.arange(2 * count)
-        moves = Moves(count, total, 2, [every], [every], [np.zeros_like(every)], [], [])
-        transfers = runner.transfers(moves)
+        exchanged = ExchangedRows(count, total, 2, [every], [every], [np.zeros_like(every)], [], [])
+        transfers = runner.transfers(exchanged)
         rows = Rows(torch.full((total,), 7), torch.arange(total))
         attention, context = None, tuple[Tensor, ...]()
         for index, spec in enumerate(runner.attentions):

@@ -1,7 +1,9 @@
 """Decode steps over local memory as one recording each, on emulated GPUs: the logits of steps that run by slices."""
 
 import logging
+import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install trito
 
 from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.kit import Replay
+from lamina.control.timeline import Timeline
 from lamina.memory.device.gpu import Gpu, _Pages
 from tests.support.late_backend import LateBackend, LateKit
 from tests.support.local_steps import LocalWorker, check_steps, plans, recorded_and_usual
@@ -63,6 +66,43 @@ def test_steps_of_any_lengths_replay_what_was_recorded_at_the_start() -> None:
     for plan in plans(seed=3, steps=8, most=2, longest=8, heads=worker.store.shards.heads):
         worker.run(plan)
     assert worker.whole > 2 and kit.recorded == reserved
+
+
+class Slow(Emulated):
+    """Takes three more looks to end each step.
+
+    Attributes:
+        ends: Monotonic nanoseconds at which the end of each step was seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends, self._looks = list[int](), 0
+
+    def has_ended(self) -> bool:
+        self._looks += 1
+        if self._looks % 4:
+            return False
+        self.ends.append(time.monotonic_ns())
+        return True
+
+
+def test_the_slice_of_a_recorded_step_ends_with_the_step_and_is_awaited_only_if_times_are_recorded() -> None:
+    """The host gives a step to the GPU in a moment."""
+    kit = Slow()
+    worker = LocalWorker("llama", kit, "emulated", 5 * CAPACITY)
+    steps = [*plans(seed=3, steps=8, most=2, longest=8, heads=worker.store.shards.heads)]
+    for plan in steps[:4]:
+        worker.run(plan)
+    assert worker.whole and not kit.ends
+    before, timeline = worker.whole, Timeline(True)
+    worker._replica = replace(worker._replica, timeline=timeline)
+    for plan in steps[4:]:
+        worker.run(plan)
+    assert len(kit.ends) == worker.whole - before > 0
+    for seen in kit.ends:
+        covering = [span.stage for span in timeline.spans if span.begin_ns < seen <= span.end_ns]
+        assert covering == ["slice"]
 
 
 def test_padding_rows_append_nothing() -> None:

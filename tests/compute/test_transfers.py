@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.compute.device.emulated import Emulated
-from lamina.compute.device.exchanged_rows import Moves
+from lamina.compute.device.exchanged_rows import ExchangedRows
 from lamina.compute.device.kit import ROWS
 from lamina.compute.device.transfers import GpuTransfers, Lines
-from tests.support.lane_transfers import SPEC, check_lanes, draw_moves, reply
+from tests.support.lane_transfers import SPEC, check_lanes, draw_exchanged_rows, reply
 
 
 @given(
@@ -34,8 +34,8 @@ def test_lanes_that_take_turns_move_their_own_rows(
 def test_a_reply_in_the_same_slot_is_read_again(shards: int) -> None:
     rng = np.random.default_rng(0)
     everything = np.arange(3 * shards)
-    moves = Moves(3, 4, shards, [everything], [everything], [np.zeros_like(everything)], [], [])
-    transfer = GpuTransfers(Lines(Emulated(), ROWS[-1]), moves, torch.float32)
+    exchanged = ExchangedRows(3, 4, shards, [everything], [everything], [np.zeros_like(everything)], [], [])
+    transfer = GpuTransfers(Lines(Emulated(), ROWS[-1]), exchanged, torch.float32)
     _, _, body = reply(rng, len(everything), shards)
     for _ in range(2):
         out, _, fresh = reply(rng, len(everything), shards)
@@ -48,7 +48,7 @@ def test_a_reply_in_the_same_slot_is_read_again(shards: int) -> None:
 def test_what_a_step_moves_is_planned_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers leave their results in the same tensors, by which what was planned is found again."""
     lines, rng = Lines(Emulated(), ROWS[-1]), np.random.default_rng(0)
-    step = GpuTransfers(lines, draw_moves(rng, 5, 8, 1, 2), torch.float32)
+    step = GpuTransfers(lines, draw_exchanged_rows(rng, 5, 8, 1, 2), torch.float32)
     planned: list[Any] = []
     plan = step._plan_collecting
 
@@ -62,6 +62,6 @@ def test_what_a_step_moves_is_planned_once_for_all_layers(monkeypatch: pytest.Mo
         q, k, v = (lines.fixed_rows(f"out {place}", 8, shape, torch.float32) for place, shape in enumerate(shapes))
         q.normal_()
         queries, *_ = step.fill_messages(q, k, v)
-        for shards, rows in zip(step._moves.queries, queries, strict=True):
+        for shards, rows in zip(step._exchanged.queries, queries, strict=True):
             np.testing.assert_array_equal(rows, q.numpy()[shards])
     assert len(planned) == 1

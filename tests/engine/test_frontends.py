@@ -17,6 +17,7 @@ from lamina.core.errors import EngineDeadError, LaminaError, OverloadedError, Re
 from lamina.core.types import Client, FinishReason, Logprob, SamplingParams
 from lamina.engine import frontends
 from lamina.engine.frontends import Frontends
+from lamina.engine.lives import Event, Life
 from lamina.engine.remote_engine import RemoteEngine
 from lamina.engine.streams import Submission
 from lamina.engine.updates import RequestUpdate, TokenUpdate, Whole
@@ -113,8 +114,9 @@ async def test_requests_go_one_way_and_tokens_the_other(engine: RecordingEngine,
     assert await asyncio.to_thread(remote.stats) == STATS
 
 
-async def test_the_workers_timeline_comes_from_the_engine(remote: RemoteEngine) -> None:
+async def test_the_workers_timeline_and_requests_lives_come_from_the_engine(remote: RemoteEngine) -> None:
     assert await asyncio.to_thread(remote.timeline) == {"compute0": [Span("slice", 1, 2, 3)]}
+    assert await asyncio.to_thread(remote.lives) == [Life("chat-1", 1e9, 5, [Event(0.0, "queued")])]
 
 
 async def test_a_stop_string_is_found_here_and_the_engine_is_told(

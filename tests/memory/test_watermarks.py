@@ -172,6 +172,9 @@ def test_lanes_with_other_sequences_are_served_while_chunks_are_parked(pair: Pai
         for _ in SPECS:
             pair.send(5, token, token, token)
             pair.serve_until_answered(5)
+    channel = pair.mail.channels["memory0"]
+    channel.read_credits()
+    assert not channel._regions, "parked requests leave the sender room for the chunk that they wait for"
     assert chunks.parked == [1, 2, 3]
     assert not any(chunks.answered.values())
 

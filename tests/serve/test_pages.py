@@ -1,20 +1,47 @@
 """The chat page and the dashboard: what they load, what they are told, and that a browser shows it."""
 
+import asyncio
 import html.parser
-import shutil
-import subprocess
+import itertools
+import json
+import signal
+import socket
+import threading
 import urllib.parse
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from lamina.config.server_config import ServerConfig
 from lamina.control.timeline import Span
+from lamina.core.errors import DeadlineError
 from lamina.engine.stats import EngineStats, MemoryStats
-from lamina.serve.monitoring import FILES, LANES_PATH, MOST_SHOWN, STATE_PATH, WEB, lanes_of, limit_of
+from lamina.launch import launch
+from lamina.observe.metrics import Metrics
+from lamina.serve import monitoring
+from lamina.serve.monitoring import (
+    EVENTS_PATH,
+    FILES,
+    LANES_PATH,
+    MOST_SHOWN,
+    STATE_PATH,
+    WEB,
+    Feed,
+    lanes_of,
+    limit_of,
+)
+from lamina.serve.server import make_server
+from tests.support.browser import CHROMIUM, browser
+from tests.support.http_server import openai_client
+from tests.support.prepared_checkpoints import write_prepared
+from tests.support.random_models import served
+from tests.support.running import LONG, Killable, Streams, config
 from tests.support.scripted_engine import FakeEngine, Running
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SHOWN_S = 60.0
 
 
@@ -69,6 +96,67 @@ def test_lanes_are_told_by_worker_in_microseconds(server: Running) -> None:
     assert lanes_of({}) == {"length_us": 0, "workers": {}}
 
 
+def view(lines: Iterator[str]) -> tuple[str, dict[str, Any]]:
+    """Return the next server-sent event: its name and its data."""
+    found = dict(line.split(": ", 1) for line in itertools.takewhile(bool, lines))
+    return found["event"], json.loads(found["data"])
+
+
+def test_the_dashboard_gets_its_data_as_events(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitoring, "EVERY_S", 0.05)
+    with server.http.stream("GET", EVENTS_PATH) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = response.iter_lines()
+        for _ in range(2):
+            kind, told = view(lines)
+            assert kind == "view" and told["state"]["model"] == "fake" and "compute0" in told["lanes"]["workers"]
+            assert [life["request"] for life in told["lives"]] == ["chat-2", "chat-1"]
+
+        def wait() -> None:
+            raise DeadlineError("the engine has not answered within 5 s")
+
+        with monkeypatch.context() as silent:
+            silent.setattr(server.engine, "stats", wait)
+            failed = next(told for kind, told in iter(partial(view, lines), None) if kind == "failed")
+            assert failed == {"message": "the engine has not answered within 5 s"}
+        assert next(kind for kind, _ in iter(partial(view, lines), None) if kind == "view")
+
+
+def test_any_number_of_dashboards_asks_the_engine_once_a_second(server: Running) -> None:
+    asked = 0
+    stats = server.engine.stats
+
+    def counted() -> EngineStats:
+        nonlocal asked
+        asked += 1
+        return stats()
+
+    async def look() -> list[bytes]:
+        feed = Feed(server.engine, Metrics(server.engine))  # type: ignore[arg-type]
+        return await asyncio.gather(*(feed.latest() for _ in range(20)))
+
+    server.engine.stats = counted  # type: ignore[method-assign]
+    try:
+        views = asyncio.run(look())
+    finally:
+        del server.engine.stats
+    assert asked == 1 and len(set(views)) == 1
+
+
+def test_an_open_dashboard_does_not_delay_the_end_of_the_server() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = make_server(FakeEngine(), lambda: None, config=ServerConfig(shutdown_timeout=600))  # type: ignore[arg-type]
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    with httpx.stream("GET", f"http://127.0.0.1:{listener.getsockname()[1]}{EVENTS_PATH}", timeout=SHOWN_S) as response:
+        lines = response.iter_lines()
+        assert view(lines)[0] == "view"
+        server.should_exit = True
+        assert all(not line or line.startswith(("event:", "data:")) for line in lines)  # it ends in order
+    thread.join(SHOWN_S)
+    assert not thread.is_alive()
+
+
 def stats(used: int, waiting: int, **changes: object) -> EngineStats:
     base = FakeEngine().stats()
     memory = {"memory0": MemoryStats(used, 1000, 3)}
@@ -93,24 +181,63 @@ def test_the_limit_named_is_what_requests_wait_for(given: EngineStats, what: str
     assert advised == remedy
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium; Debian: apt-get install chromium")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium; Debian: apt-get install chromium")
+
+
+@needs_chromium
 @pytest.mark.parametrize(
     ("path", "shown"),
     [
-        ("/dashboard", [">memory0<", ">Live<", "requests running", "compute0: slices 60 %, attention 0 %"]),
-        ("/", [">fake<"]),
+        ("/dashboard", ["memory0", "Live", "requests running", "chat-1"]),
+        ("/", ["fake"]),
     ],
 )
-def test_a_browser_shows_the_server_s_state(server: Running, path: str, shown: list[str], tmp_path: Path) -> None:
-    assert CHROMIUM is not None
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path}",
-        "--virtual-time-budget=5000",
-    ]
-    command = [CHROMIUM, *options, "--dump-dom", server.url + path]
-    page = subprocess.run(command, capture_output=True, text=True, timeout=SHOWN_S, check=True).stdout
-    for text in shown:
-        assert text in page
+def test_a_browser_shows_the_server_s_state(server: Running, path: str, shown: list[str]) -> None:
+    with browser() as page:
+        page.open(server.url + path)
+        for text in shown:
+            page.wait(f"document.body?.innerText.includes({json.dumps(text)})")
+        lanes = "[...document.querySelectorAll('canvas.spans')].map((each) => each.getAttribute('aria-label'))"
+        if path == "/dashboard":
+            assert "compute0: slices 60 %, attention 0 % of the time" in page.value(lanes)
+
+
+@needs_chromium
+def test_a_request_s_life_opens_by_a_key_and_stays_open(server: Running) -> None:
+    with browser() as page:
+        page.open(server.url + "/dashboard")
+        page.wait("document.querySelector('[data-request=chat-1]') !== null")
+        assert page.value("document.getElementById('life').hidden")
+        page.value("document.querySelector('[data-request=chat-1]').focus()")
+        page.key("Enter")
+        told = page.wait("document.getElementById('life').innerText")
+        for text in ("Request chat-1", "lane 0, KV on memory0", "tokens 0 to 32, to memory1", "11 tokens, 50 ms each"):
+            assert text in told
+        bar = page.value("document.getElementById('life-bar').getAttribute('aria-label')")
+        assert bar == "queued 500 ms, prompt 200 ms, decoding 500 ms"
+        page.value("window.views = 0; draw = ((before) => () => { views++; before(); })(draw)")
+        page.wait("views > 1")  # the server has sent more
+        assert page.value("document.activeElement.dataset.request") == "chat-1"
+        assert not page.value("document.getElementById('life').hidden")
+        page.key("Enter")
+        assert page.value("document.getElementById('life').hidden")
+
+
+@needs_chromium
+def test_the_dashboard_goes_on_through_a_worker_s_death(tmp_path: Path) -> None:
+    write_prepared(served("llama"), tmp_path)
+    workers = Killable()
+    engine = launch(config(tmp_path, 1, 2), workers=workers)
+    try:
+        with openai_client(engine) as client, browser() as page:
+            page.open(str(client.base_url).removesuffix("v1/") + "dashboard")
+            streams = Streams(engine, [([5] * 20, LONG)] * 4)
+            streams.wait_for_tokens(40)
+            workers.signal("memory1", signal.SIGKILL)
+            page.wait("[...document.querySelectorAll('.figure')].some((each) => /^1\\s*recover/.test(each.innerText))")
+            assert all(output.error is None for output in streams.wait())
+            page.value("document.querySelectorAll('#lives [data-request]').forEach((each) => each.click())")
+            page.wait("document.getElementById('life').innerText.includes('length, 100 tokens')")
+            assert page.value("document.getElementById('connection').innerText") == "Live"
+    finally:
+        engine.close()

@@ -106,6 +106,11 @@ def test_a_bad_request_is_answered_in_openai_s_form(
     assert server.completion(prompt="a")["choices"]  # and it goes on serving
 
 
+def test_a_refusal_in_the_history_is_text(server: Running) -> None:
+    history = [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, *USER]
+    assert server.post(CHAT, messages=history).status_code == 200
+
+
 def test_no_top_logprobs_need_no_logprobs(server: Running) -> None:
     assert server.post(CHAT, messages=USER, top_logprobs=0, logprobs=False).status_code == 200
 

@@ -153,8 +153,10 @@ class Simulation:
             self._end()
         errors = sum(FinishReason.ERROR in one.ended for one in self.sent)
         done = self._steps()
-        told, events = self.world.trace, self.world.events
-        return Report(done, len(self.sent), errors, self._faults.happened, seconds, failure, trace, told, events)
+        told, events = list(self.world.trace), self.world.events
+        report = Report(done, len(self.sent), errors, self._faults.happened, seconds, failure, trace, told, events)
+        self.world.unwind()
+        return report
 
     def _run(self) -> None:
         world = self.world
@@ -218,10 +220,7 @@ class Simulation:
         """Start another engine with the workers of the one that was killed, as ``launch`` does."""
         self.world.block(RESTART_S * (1 + self.world.random.random()))
         saved = msgspec.msgpack.decode(self.saved, type=Saved)
-        kinds = dict[Any, dict[str, str]](compute={}, memory={})
-        for member in saved.topology.members:
-            kinds[member.role][member.name] = member.kind
-        plan = self._plan(kinds, saved.greetings)
+        plan = self._plan(saved.kinds(), saved.greetings)
         plan = replace(plan, limits=saved.limits, compute_setup=saved.compute_setup)
         server = SimulatedServer(self.network, self.processes, sorted(saved.topology.names))
         self.processes.server = server
@@ -379,6 +378,10 @@ class Simulation:
     def _judge(self, sent: Sent) -> None:
         """The tokens must be those of the plain function."""
         asked = sent.asked
+        if asked.poison:
+            if not {*sent.ended} <= {FinishReason.ERROR, FinishReason.ABORT} or any(sent.drawn):
+                raise Broken(f"{sent.name}, which workers die of, ends with {sent.ended} after {sent.drawn}")
+            return
         for index, (drawn, reason) in enumerate(zip(sent.drawn, sent.ended, strict=True)):
             wanted = expected(asked.prompt, asked.params, asked.seed, index)
             if reason is None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import msgspec
+import torch
 from typing_extensions import override
 
 from lamina.cluster.conversations import Launcher, Wish
@@ -21,7 +22,7 @@ from lamina.memory import worker as memory
 from lamina.worker.fence import Fence
 from lamina.worker.links import Member
 from lamina.worker.process import Worker, serve
-from tests.simulation.model import load
+from tests.simulation.model import POISON, load
 from tests.simulation.network import Network, SimulatedEndpoint
 from tests.simulation.scenario import Pace
 from tests.simulation.world import Task
@@ -58,7 +59,7 @@ class Process:
 
     def _build(self, control: ControlClient, resources: contextlib.ExitStack) -> Worker:
         if self.role == "compute":
-            model = partial(load, on_slice=self._spend)
+            model = partial(load, on_slice=self._run_slice)
             self.worker = compute.build(control, resources, model, self._open)
         else:
             self.worker = memory.build(control, resources, self._open)
@@ -76,8 +77,11 @@ class Process:
         if self.lacks_memory:
             raise MemoryError(f"{self.name} cannot allocate memory for a message")
 
-    def _spend(self, rows: int) -> None:
-        self._world.block(self._processes.pace.slice_s * (1 + rows / 100))
+    def _run_slice(self, tokens: torch.Tensor) -> None:
+        self._world.block(self._processes.pace.slice_s * (1 + len(tokens) / 100))
+        if POISON in tokens:
+            self.exit("killed by signal 11")
+            self._world.block(0.0)
 
     def exit(self, reason: str) -> None:
         """The process has ended, or is killed."""

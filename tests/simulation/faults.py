@@ -1,11 +1,10 @@
 """What goes wrong in a simulated run, and the end of it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from lamina.core.errors import LaminaError
-from lamina.core.topology import Pool
 from lamina.engine.engine import Engine
 from tests.simulation.control import ENGINE, Process
 from tests.simulation.moments import MOMENTS
@@ -15,23 +14,6 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import Simulation
 
 LAG_S = 0.02  # by how much a slow worker is late at most, whenever it wakes up
-CHANGES: Sequence[Mapping[Pool, int]] = [
-    {"prefill": 1, "compute": -1},
-    {"prefill": -1, "compute": 1},
-    {"prefill": 1},
-    {"prefill": -1},
-    {"compute": 1},
-    {"memory": 1},
-    {"memory": 1},
-    {"compute": 1, "memory": 1},
-    {"compute": 1, "memory": -1},
-    {"compute": -1, "memory": 1},
-    {"compute": -1},
-    {"memory": -1},
-    {"memory": -1},
-    {"compute": -1, "memory": -1},
-]
-"""Changes of the sizes of pools: of ``compute`` and ``prefill`` in replicas."""
 
 
 class Faults:
@@ -163,8 +145,7 @@ class Faults:
         if run.is_down:
             return
         each = run.engine.topology.pipeline.workers
-        chosen = CHANGES[int(fault.choice * len(CHANGES))]
-        changes = {pool: count * (1 if pool == "memory" else each) for pool, count in chosen.items()}
+        changes = {pool: count * (1 if pool == "memory" else each) for pool, count in fault.changes.items()}
         told = ", ".join(f"{role} {count:+d}" for role, count in changes.items())
         self._tell(f"scale {told}")
         try:

@@ -27,7 +27,8 @@ from lamina.core.heads import HeadShards
 from lamina.core.types import AttentionSpec, DType, SamplingParams
 from lamina.splitter import Crossing, SliceOutput
 
-VOCABULARY = 256
+VOCABULARY = 257
+POISON = 256  # a token that is never drawn, and that compute workers die of
 LAYERS = 3
 WINDOW = 24  # of all layers but the first: several, since layers with one window share rows of KV
 QUERY_HEADS, KV_HEADS, SIZE = 4, 2, 8
@@ -77,7 +78,9 @@ def seen(positions: npt.NDArray[np.int64], layer: int) -> npt.NDArray[np.int64]:
 def logits(states: Words) -> torch.Tensor:
     """Return logits [T, vocabulary] of states after the last attention."""
     words = mixed(states[:, None] + mixed(_TOKENS + np.uint64(1 << 40)))
-    return torch.from_numpy((words >> np.uint64(40)).astype(np.float32) / np.float32(1 << 22))
+    scores = torch.from_numpy((words >> np.uint64(40)).astype(np.float32) / np.float32(1 << 22))
+    scores[:, POISON] = -np.inf
+    return scores
 
 
 class HashRunner(NativeRunner):
@@ -85,14 +88,14 @@ class HashRunner(NativeRunner):
 
     Args:
         sums: Adds tensors up with the other ranks.
-        on_slice: Called before each slice, with its rows.
+        on_slice: Called before each slice, with the tokens of its rows.
     """
 
     contexts: tuple[tuple[Crossing, ...], ...] = (_CONTEXT,) * LAYERS
     slices = range(LAYERS + 1)
     sinks: Sequence[npt.NDArray[np.float32] | None] = (None,) * LAYERS
 
-    def __init__(self, sums: Sums, on_slice: Callable[[int], None]) -> None:
+    def __init__(self, sums: Sums, on_slice: Callable[[torch.Tensor], None]) -> None:
         super().__init__(DType.FLOAT32)
         self._sums, self._on_slice = sums, on_slice
         rank, groups = sums.rank, min(sums.rank.count, KV_HEADS)
@@ -117,7 +120,7 @@ class HashRunner(NativeRunner):
         attention: torch.Tensor | None,
         context: tuple[torch.Tensor, ...],
     ) -> SliceOutput:
-        self._on_slice(len(rows.ids))
+        self._on_slice(rows.ids)
         q = torch.zeros(len(rows.ids), self.attentions[index].query_heads, SIZE)
         states = self._states(index, rows, attention, context)
         v = torch.from_numpy(np.ascontiguousarray(values(states, index)[:, self._heads]))
@@ -126,7 +129,7 @@ class HashRunner(NativeRunner):
     def logits(
         self, rows: Rows, attention: torch.Tensor, context: tuple[torch.Tensor, ...], chosen: torch.Tensor
     ) -> torch.Tensor:
-        self._on_slice(len(rows.ids))
+        self._on_slice(rows.ids)
         return logits(self._states(LAYERS, rows, attention, context)[chosen.numpy()])
 
     def _states(
@@ -150,7 +153,7 @@ def _part(count: int, number: int, parts: int) -> slice:
 
 
 def load(
-    control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sums, on_slice: Callable[[int], None]
+    control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sums, on_slice: Callable[[torch.Tensor], None]
 ) -> tuple[Runner, HeadShards]:
     """Do what ``compute.loading.load`` does, for this model."""
     runner = HashRunner(ranks, on_slice)

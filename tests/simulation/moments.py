@@ -30,7 +30,6 @@ def _has_ended_parent(engine: Any) -> bool:
 
 
 MOMENTS: Mapping[str, Callable[[Any], bool]] = {
-    "preparing": lambda engine: _joins(engine, JoinStage.PREPARING),
     "linking": lambda engine: _joins(engine, JoinStage.LINKING),
     "linked": lambda engine: _joins(engine, JoinStage.LINKED),
     "draining": lambda engine: bool(engine._members.pools._leaves.names),
@@ -43,6 +42,5 @@ MOMENTS: Mapping[str, Callable[[Any], bool]] = {
     "moving": _is_moving,
     "unforked": _has_prompt_of_several,
     "parent": _has_ended_parent,
-    "full": lambda engine: engine._scheduler._admissions.full,
 }
 """By name: whether the state of an engine is that of the moment, after a turn."""

@@ -13,8 +13,9 @@ from lamina.cluster.pool import CPU, LOCAL
 from lamina.cluster.refusals import refusals
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
+from lamina.core.topology import Pool
 from lamina.core.types import Partition, SamplingParams
-from tests.simulation.model import LAYERS, VOCABULARY
+from tests.simulation.model import LAYERS, POISON
 from tests.simulation.moments import MOMENTS
 
 LONGEST = 160  # tokens of a request
@@ -141,6 +142,7 @@ class Asked:
         again_s: How much later it is aborted once more.
         cuts: By completion: after how many tokens the client ends it, as at a stop string.
         next_s: How much later the next request comes.
+        poison: Whether compute workers die of its prompt.
     """
 
     prompt: list[int]
@@ -151,6 +153,7 @@ class Asked:
     again_s: float | None
     cuts: dict[int, int]
     next_s: float
+    poison: bool = False
 
 
 class Load:
@@ -162,16 +165,17 @@ class Load:
         self._burst = chance.choice([0.0, 0.5, 0.9])
         self._clients = chance.choice([[1], [1, 1, 1], [8, 1], [20, 3, 1]])
         self._completions = _some(chance, [1, 2, 3, 4])
-        self._longest = _some(chance, [1, 2, 5, 20, 60])
+        self._longest = _some(chance, [1, 2, 5, 20, 60, 120])
         self._prompts = _some(chance, [1, 5, 20, 60])
-        self._stops = chance.choice([1, 8, 60])
+        self._stops = chance.choice([0, 1, 8, 60])
         self._aborts = chance.choice([0.0, 0.1, 0.5])
         self._cuts = chance.choice([0.0, 0.0, 0.2])
+        self._poison = chance.choice([0.0, 0.0, 0.0, 0.02, 0.1])
         self._shared = chance.choice([0.0, 0.5, 0.9])
         self._prefixes = [self._tokens(chance.choice([8, 30, 60, 80, 100])) for _ in range(3)]
 
     def _tokens(self, count: int) -> list[int]:
-        return [self._chance.randrange(VOCABULARY) for _ in range(count)]
+        return [self._chance.randrange(POISON) for _ in range(count)]
 
     def ask(self, longest: int, most: int) -> Asked:
         """Return the next request, of at most ``longest`` tokens with a completion, and ``most`` completions."""
@@ -182,13 +186,16 @@ class Load:
             n=min(most, chance.choice(self._completions)),
             max_tokens=chance.choice(self._longest),
             temperature=chance.choice([0.0, 1.0, 1.0]),
-            stop_token_ids=sorted(chance.sample(range(VOCABULARY), self._stops)),
+            stop_token_ids=sorted(chance.sample(range(POISON), self._stops)),
             ignore_eos=True,
             priority=chance.choice([0, 0, 1, 2]),
         )
         cut = chance.random() < self._cuts
+        prompt = prompt[: max(1, longest - (params.max_tokens or 0) - 1)]
+        if poison := chance.random() < self._poison:
+            prompt[chance.randrange(len(prompt))] = POISON
         return Asked(
-            prompt[: max(1, longest - (params.max_tokens or 0) - 1)],
+            prompt,
             params,
             f"client{chance.choices(range(len(self._clients)), self._clients)[0]}",
             chance.getrandbits(32),
@@ -196,7 +203,27 @@ class Load:
             chance.choice([None, 0.0, 1e-3, 0.01]),
             {chance.randrange(params.n): chance.randint(1, params.max_tokens or 1)} if cut else {},
             0.0 if chance.random() < self._burst else chance.expovariate(1 / self._pause_s) / (1 - self._burst),
+            poison,
         )
+
+
+CHANGES: Sequence[Mapping[Pool, int]] = [
+    {"prefill": 1, "compute": -1},
+    {"prefill": -1, "compute": 1},
+    {"prefill": 1},
+    {"prefill": -1},
+    {"compute": 1},
+    {"memory": 1},
+    {"memory": 1},
+    {"compute": 1, "memory": 1},
+    {"compute": 1, "memory": -1},
+    {"compute": -1, "memory": 1},
+    {"compute": -1},
+    {"memory": -1},
+    {"memory": -1},
+    {"compute": -1, "memory": -1},
+]
+"""Changes of the sizes of pools: of ``compute`` and ``prefill`` in replicas."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +234,7 @@ class Fault:
         at: When it happens, or when it begins to wait for its moment.
         seconds: How long it lasts.
         choice: Selects the victim.
+        changes: Of the sizes of pools.
         moment: Names of ``moments.MOMENTS`` that must all be true when it happens.
     """
 
@@ -215,6 +243,7 @@ class Fault:
     kind: str
     seconds: float
     choice: float
+    changes: Mapping[Pool, int]
     moment: Sequence[str] = ()
 
 
@@ -244,6 +273,7 @@ def faults(seed: int, seconds: float) -> list[Fault]:
     weights = {kind: weight for kind, weight in KINDS.items() if chance.random() >= LEFT_OUT}
     pause_s, series = chance.choice([0.3, 0.7, 0.7, 2.0, 5.0]), chance.choice([0.0, 0.3, 0.6])
     lengths = _some(chance, [0.02, 0.2, 1.0, 3.0, 8.0, 20.0])
+    changes = _some(chance, CHANGES)
     timed, moments = chance.choice([0.0, 0.5, 1.0]), _some(chance, [*MOMENTS])
     found, at = list[Fault](), 0.0
     while weights and at < seconds:
@@ -251,7 +281,7 @@ def faults(seed: int, seconds: float) -> list[Fault]:
         kind = chance.choices([*weights], [*weights.values()])[0]
         lasts, choice = chance.choice(lengths), chance.random()
         moment = [chance.choice(moments) for _ in range(chance.randint(1, 2))] if chance.random() >= timed else []
-        found.append(Fault(len(found), at, kind, lasts, choice, moment))
+        found.append(Fault(len(found), at, kind, lasts, choice, chance.choice(changes), moment))
     return found
 
 

@@ -11,7 +11,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import greenlet
@@ -105,10 +105,8 @@ class World:
         random: of everything that happens by chance while the simulation runs.
         trace: one line for each thing worth telling.
         events: how many there were, and a hash of when each happened.
-        abandoned: what processes that were killed have left; only the end of the program takes it apart.
+        abandoned: what processes that were killed have left, until ``unwind``.
     """
-
-    abandoned: ClassVar[list["greenlet.greenlet"]] = []
 
     def __init__(self, seed: int) -> None:
         self.now = 1000.0
@@ -119,6 +117,7 @@ class World:
         self._numbers = itertools.count()
         self._polls = 0  # since the latest event
         self._events: list[tuple[float, int, Callable[[], Any]]] = []
+        self.abandoned: list[greenlet.greenlet] = []
         self.hub = greenlet.getcurrent()
 
     def tell(self, text: str) -> None:
@@ -168,6 +167,12 @@ class World:
             self.now = max(self.now, at)
             self._polls = 0
             action()
+
+    def unwind(self) -> None:
+        """Take apart what killed processes have left, once the run is over: what they do then has no effect."""
+        while self.abandoned:
+            with contextlib.suppress(Exception):
+                self.abandoned.pop().throw(greenlet.GreenletExit)
 
     @contextlib.contextmanager
     def as_clock(self) -> Iterator[None]:

@@ -66,6 +66,7 @@ class LocalWorker:
             slices += 1
         assert logits is not None
         self.whole += slices == 1
+        run.record_launched()
         return logits.cpu().clone()
 
 

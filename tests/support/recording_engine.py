@@ -11,6 +11,7 @@ from lamina.core.errors import OverloadedError, RequestError
 from lamina.core.requests import Drawn
 from lamina.core.types import Client, SamplingParams
 from lamina.dataplane.transport_choice import Choice, Transport
+from lamina.engine.lives import Event, Life
 from lamina.engine.stats import EngineStats, MemoryStats
 from lamina.engine.updates import OnTokens, TokenUpdate
 from lamina.models.directory import find
@@ -73,6 +74,9 @@ class RecordingEngine:
 
     def timeline(self) -> dict[str, list[Span]]:
         return {"compute0": [Span("slice", 1, 2, 3)]}
+
+    def lives(self) -> list[Life]:
+        return [Life("chat-1", 1e9, 5, [Event(0.0, "queued")])]
 
     def stats(self) -> EngineStats:
         return STATS

@@ -1,6 +1,7 @@
 """A server with a scripted engine in place of a model."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from lamina.control.timeline import Span
 from lamina.core.errors import EngineDeadError, LogitsError, OverloadedError, RequestError
 from lamina.core.types import Client, FinishReason, Logprob, Request, SamplingParams
 from lamina.dataplane.transport_choice import Choice, Transport
+from lamina.engine.lives import Event, Life
 from lamina.engine.stats import EngineStats, MemoryStats, PlacementStats, ScalingStats
 from lamina.engine.streams import Submission
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
@@ -154,6 +156,14 @@ class FakeEngine:
         slices = [Span("slice", 0, 1_000_000 * start, 1_000_000 * start + 600_000) for start in range(1, 100)]
         attentions = [Span("attention", 0, span.end_ns, span.end_ns + 300_000) for span in slices]
         return {"compute0": slices, "memory0": attentions}
+
+    def lives(self) -> list[Life]:
+        first = [Event(0.0, "queued"), Event(0.5, "admitted", "lane 0, KV on memory0")]
+        chunk = [Event(0.7, "chunk", "tokens 0 to 64, 90.0 ms after it was planned"), Event(0.7, "first token")]
+        moved = Event(0.9, "moved", "tokens 0 to 32, to memory1")
+        whole = [*first, *chunk, moved, Event(1.2, "ended", "stop, 11 tokens")]
+        now = time.time()
+        return [Life("chat-2", now, 9, first[:1]), Life("chat-1", now - 2, 64, whole, 11, "stop")]
 
     def stats(self) -> EngineStats:
         near, far = Choice(Transport.SHM, "same host"), Choice(Transport.TCP, 'different hosts; no rdma: "none"')

@@ -363,6 +363,36 @@ def test_bundled_chat_template_renders_as_transformers(ours: dict[str, Tokenizer
     assert ours["bundled"].apply_chat_template(MESSAGES) == expected
 
 
+NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "image_token")
+
+
+@pytest.mark.parametrize(
+    ("config", "special"),
+    [
+        ({"bos_token": {"content": "<s>", "__type": "AddedToken"}, "eos_token": None}, None),
+        ({}, {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False, "rstrip": False}}),
+        ({"bos_token": "<s>", "unk_token": "<unk>"}, {"bos_token": "<unk>"}),
+        ({"added_tokens_decoder": {"1": {"content": "<s>", "special": True}}}, {"bos_token": "<s>"}),
+        ({"bos_token": "<s>", "extra_special_tokens": {"image_token": "<unk>"}}, None),
+    ],
+)
+def test_templates_get_the_special_tokens_that_transformers_gives_them(
+    tmp_path: Path, config: dict[str, Any], special: dict[str, Any] | None
+) -> None:
+    template = "".join(f"{name}={{{{ {name} }}}};" for name in NAMES)
+    directory = save(tmp_path, byte_level())
+    given = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, **config}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+    if special is not None:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
+    theirs, messages = AutoTokenizer.from_pretrained(tmp_path), [{"role": "user", "content": "x"}]
+    ours = Tokenizer(directory)
+    assert ours.apply_chat_template(messages, False) == theirs.apply_chat_template(messages, tokenize=False)
+    assert ours.eos_token_ids >= ({theirs.eos_token_id} if theirs.eos_token_id is not None else set())
+    bare = theirs.apply_chat_template(messages, tokenize=False, bos_token="")
+    assert ours.apply_chat_template(messages, False, variables={"bos_token": ""}) == bare
+
+
 NAMED = {"default": "plain", "tool_use": "{{ tools[0].function.name }}", "rag": "no"}
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 
@@ -432,12 +462,79 @@ def test_templates_that_read_parts_get_them_as_transformers_gives_them(tmp_path:
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     for count in (1, 2, 3):
         parts = [{"type": "text", "text": f" {n}x "} for n in range(count)]
-        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts[:1]}]
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": parts[:1]},
+        ]
         expected = theirs.apply_chat_template(messages, tokenize=False)
         assert tokenizer.apply_chat_template(messages, False) == expected
         mixed = [{"role": "user", "content": "0x"}, *messages]
         shown = "[<0x>]" if name == "lists alone" else "[0x]"  # transformers would give the template the characters
         assert tokenizer.apply_chat_template(mixed, False) == shown + expected
+
+
+@pytest.mark.parametrize("template", [CHATML, "{% for message in messages %}[" + PARTS["glm"] + "]{% endfor %}"])
+def test_refusals_and_texts_of_the_responses_api_are_texts(tmp_path: Path, template: str) -> None:
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
+    plain, other = (
+        tokenizer.apply_chat_template([{"role": "assistant", "content": content}])
+        for content in (
+            [{"type": "text", "text": text} for text in "abc"],
+            [
+                {"type": "input_text", "text": "a"},
+                {"type": "output_text", "text": "b"},
+                {"type": "refusal", "refusal": "c"},
+            ],
+        )
+    )
+    assert plain == other
+
+
+@pytest.mark.parametrize("stripping", ["", " | trim"])
+@pytest.mark.parametrize("content", ["<", "end", "m", "I am", " a b ", "a\n", "user", "é\n\n"])
+def test_the_last_message_is_continued_as_by_transformers(tmp_path: Path, content: str, stripping: str) -> None:
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content"
+        + stripping
+        + " }}<|im_end|>\n{% endfor %}"
+    )
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert tokenizer.apply_chat_template(messages, False, None, None, True) == expected
+
+
+def test_a_message_with_calls_is_continued_by_templates_that_join_their_arguments(tmp_path: Path) -> None:
+    template = (
+        "{% for message in messages %}[{{ message.content }}{% for call in message.tool_calls or [] %}"
+        "{{ call.function.name + call.function.arguments }}{% endfor %}]{% endfor %}"
+    )
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "So"},
+    ]
+    assert tokenizer.apply_chat_template(messages, False, None, None, True) == '[f{"a": 1}][So'
+
+
+@pytest.mark.parametrize(
+    "template", ["{% set n = namespace(__class__=1) %}", "{% set n = namespace() %}{% set n._a = 1 %}"]
+)
+def test_namespaces_have_no_names_that_python_reads(tmp_path: Path, template: str) -> None:
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
+    with pytest.raises(RequestError, match="namespace has no attribute"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_namespaces_and_dicts_work(tmp_path: Path) -> None:
+    template = (
+        "{% set n = namespace(self=1, b=2) %}{% set n.c = 3 %}{{ n.self }}{{ n.b }}{{ n.c }}{{ dict(a=4).a }}"
+        "{{ dict.fromkeys(['x'], 5).x }}"
+    )
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}]) == "12345"
 
 
 def test_the_last_message_with_parts_is_continued(tmp_path: Path) -> None:

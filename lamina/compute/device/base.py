@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lamina.compute.device.exchanged_rows import Moves
+from lamina.compute.device.exchanged_rows import ExchangedRows
 from lamina.compute.rows import Rows
 from lamina.core.types import ActivationDType, AttentionSpec, DType, Quantization
 from lamina.kernels.segments import SegmentTable
@@ -141,7 +141,7 @@ class Carrier(Protocol):
 
     dtype: DType
 
-    def transfers(self, moves: Moves) -> "Transfers":
+    def transfers(self, exchanged: ExchangedRows) -> "Transfers":
         """Return the transfers of one step's rows."""
 
     def lent(self, output: SliceOutput) -> tuple[Any, Any, Any]:
@@ -186,7 +186,7 @@ class Runner(Carrier, Protocol):
         Args:
             rows: Most rows of a step.
             draws: Most rows of a step that sample a token.
-            shards: Shards per row, see ``Moves``.
+            shards: Shards per row, see ``ExchangedRows``.
         """
 
     def recorded_steps(self, memory: Any) -> WholeSteps | None:
@@ -238,7 +238,8 @@ class Transfers(Protocol):
     ) -> tuple[Sequence[Array], Sequence[Array], Sequence[Array]]:
         """Return the shards of q, k and v to send: [Rq, Hq / n, D], [Rk, Hkv / n, D] and [Rk, Hkv / n, Dv].
 
-        n is ``Moves.shards``. Rq and Rk are the lengths of ``Moves.queries`` and ``Moves.appends`` of the message.
+        n, and Rq and Rk of a message, are ``shards`` and the lengths of ``queries`` and ``appends`` of the step's
+        ``ExchangedRows``.
 
         Args:
             q: Queries [rows, Hq, D].
@@ -257,7 +258,7 @@ class Transfers(Protocol):
 
         Args:
             spec: The attention.
-            here: Partials computed on this worker, one for each of ``Moves.here``.
+            here: Partials computed on this worker, one for each of ``ExchangedRows.here``.
             replies: Partials of memory workers; see ``lingers``.
             sinks: Sink logits [Hq], if the attention has them.
         """

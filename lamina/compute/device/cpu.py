@@ -56,6 +56,6 @@ class Cpu:
         activations: ActivationDType = "auto",
     ) -> SliceRunner:
         """Return a runner of the model's slices. Packed weights are copies: drop ``tensors`` to free their memory."""
-        if activations != "auto":
+        if activations == "int8":
             require_byte_rows(tensors)
         return SliceRunner(model, tensors, reduce, activations)

@@ -13,7 +13,7 @@ Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Moves:
+class ExchangedRows:
     """The rows to write into messages and to merge from replies. Planned once per step, used for every attention.
 
     Attributes:
@@ -62,13 +62,15 @@ class Arrivals:
     lses: Indices
 
 
-def arrange(moves: Moves, heads: int, v_dim: int) -> Arrivals:
+def arrange(exchanged: ExchangedRows, heads: int, v_dim: int) -> Arrivals:
     """Return the layout of partials with ``heads`` heads per shard: this worker's first, then memory workers'."""
     unit = heads * v_dim
-    shape = moves.most_parts, moves.rows * moves.shards
+    shape = exchanged.most_parts, exchanged.rows * exchanged.shards
     outs, lses = np.zeros(shape, np.int64), np.full(shape, v_dim, np.int64)
     starts, at = [], 2 * unit
-    for shards, parts in zip((*moves.here, *moves.queries), (*moves.here_parts, *moves.parts), strict=True):
+    for shards, parts in zip(
+        (*exchanged.here, *exchanged.queries), (*exchanged.here_parts, *exchanged.parts), strict=True
+    ):
         count = np.arange(len(shards))
         starts.append(at)
         outs[parts, shards] = at // unit + count

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lamina.compute.device.base import Floats, Partial
 from lamina.compute.device.chunk_attention import attend_chunks
-from lamina.compute.device.exchanged_rows import Moves
+from lamina.compute.device.exchanged_rows import ExchangedRows
 from lamina.compute.device.fusion import Fusion
 from lamina.compute.device.kit import ROWS, Kit, Replay, padded_rows
 from lamina.compute.device.recorded_steps import RecordedSteps
@@ -77,7 +77,7 @@ class Gpu:
         reduce: Reduce | None = None,
         activations: ActivationDType = "auto",
     ) -> "GpuRunner":
-        if activations != "auto":
+        if activations == "int8":
             raise ConfigError(
                 f"--activation-dtype {activations} runs on CPUs with AVX-512 and VNNI, not on {self.place.type}: leave "
                 "it out"
@@ -102,8 +102,8 @@ class GpuCarrier:
         self._kit = kit
         self.lines = Lines(kit, ROWS[-1])
 
-    def transfers(self, moves: Moves) -> GpuTransfers:
-        return GpuTransfers(self.lines, moves, getattr(torch, self.dtype.value))
+    def transfers(self, exchanged: ExchangedRows) -> GpuTransfers:
+        return GpuTransfers(self.lines, exchanged, getattr(torch, self.dtype.value))
 
     def lent(self, output: SliceOutput) -> tuple[Any, Any, Any]:
         """Return q, k and v as contiguous device arrays, copied where the model computes them as one tensor."""

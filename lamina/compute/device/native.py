@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lamina.compute.device.base import Array, Floats, Partial, Reply
-from lamina.compute.device.exchanged_rows import Indices, Moves
+from lamina.compute.device.exchanged_rows import ExchangedRows, Indices
 from lamina.core.types import AttentionSpec
 from lamina.kernels.attention import merge
 from lamina.splitter import as_numpy
@@ -20,9 +20,9 @@ class NativeTransfers:
 
     lingers = False
 
-    def __init__(self, moves: Moves, dtype: torch.dtype, threads: int) -> None:
-        self._moves, self._dtype, self._threads = moves, dtype, threads
-        self._most_parts = moves.most_parts
+    def __init__(self, exchanged: ExchangedRows, dtype: torch.dtype, threads: int) -> None:
+        self._exchanged, self._dtype, self._threads = exchanged, dtype, threads
+        self._most_parts = exchanged.most_parts
         self._buffers: dict[tuple[int, int], Arrays] = {}
         self._outs: dict[tuple[int, int], tuple[Tensor, Array]] = {}
         self._replies: dict[tuple[int, ...], Arrays] = {}
@@ -33,7 +33,7 @@ class NativeTransfers:
     ) -> tuple[list[Array], list[Array], list[Array]]:
         """Return the arrays of messages. ``bodies`` are all 0, since no peer's memory is mapped."""
         assert not any(bodies)
-        asked, kept = self._moves.queries, self._moves.appends
+        asked, kept = self._exchanged.queries, self._exchanged.appends
         queries, keys, values = (
             [self._take(array, shards) for shards in which]
             for array, which in ((as_numpy(q), asked), (as_numpy(k), kept), (as_numpy(v), kept))
@@ -49,19 +49,21 @@ class NativeTransfers:
     def merged(
         self, spec: AttentionSpec, here: Sequence[Partial], replies: Sequence[Reply], sinks: Floats | None
     ) -> Tensor:
-        moves, key = self._moves, (spec.query_heads, spec.v_dim)
+        exchanged, key = self._exchanged, (spec.query_heads, spec.v_dim)
         if key not in self._outs:
-            out = torch.zeros(moves.rows, *key, dtype=self._dtype)
-            self._outs[key] = out, as_numpy(out)[: moves.total]
+            out = torch.zeros(exchanged.rows, *key, dtype=self._dtype)
+            self._outs[key] = out, as_numpy(out)[: exchanged.total]
         out, tokens = self._outs[key]
-        heads = spec.query_heads // moves.shards
+        heads = spec.query_heads // exchanged.shards
         partials = [
             (shards, parts, *arrays)
-            for shards, parts, arrays in zip(moves.here, moves.here_parts, self._views(here, heads), strict=True)
+            for shards, parts, arrays in zip(
+                exchanged.here, exchanged.here_parts, self._views(here, heads), strict=True
+            )
         ]
         partials += [
-            (shards, moves.parts[number], *self._read(number, heads, spec.v_dim, replies[number]))
-            for number, shards in enumerate(moves.queries)
+            (shards, exchanged.parts[number], *self._read(number, heads, spec.v_dim, replies[number]))
+            for number, shards in enumerate(exchanged.queries)
             if len(shards)
         ]
         if len(partials) == 1 and self._are_all(partials[0][0]):  # in order, as they arrived
@@ -86,7 +88,7 @@ class NativeTransfers:
         slot, body = reply
         views = self._replies.get((number, slot, heads, v_dim)) if slot >= 0 else None
         if views is None:
-            count = len(self._moves.queries[number])
+            count = len(self._exchanged.queries[number])
             out = np.frombuffer(body, np.float32, count * heads * v_dim).reshape(count, heads, v_dim)
             lse = np.frombuffer(body, np.float32, count * heads, out.nbytes).reshape(count, heads)
             views = out, lse
@@ -99,7 +101,7 @@ class NativeTransfers:
     ) -> tuple[list[Floats], list[Floats]]:
         """Return, for each p, partial p of all rows; lse is -inf for rows with fewer partials."""
         outs, lses = self._buffer(spec)
-        shape = len(outs), self._moves.total * self._moves.shards
+        shape = len(outs), self._exchanged.total * self._exchanged.shards
         by_shard = outs.reshape(*shape, -1, spec.v_dim), lses.reshape(*shape, -1)  # views
         for shards, parts, out, lse in partials:
             by_shard[0][parts, shards] = out
@@ -113,18 +115,18 @@ class NativeTransfers:
         """
         key = (spec.query_heads, spec.v_dim)
         if key not in self._buffers:
-            shape = (self._most_parts, self._moves.total, spec.query_heads)
+            shape = (self._most_parts, self._exchanged.total, spec.query_heads)
             self._buffers[key] = np.zeros((*shape, spec.v_dim), np.float32), np.full(shape, -np.inf, np.float32)
         return self._buffers[key]
 
     def _are_all(self, shards: Indices) -> bool:
-        return self._moves.shards == 1 and len(shards) == self._moves.total
+        return self._exchanged.shards == 1 and len(shards) == self._exchanged.total
 
     def _take(self, array: Array, shards: Indices) -> Array:
         """Return ``shards`` of ``array`` [T, H, D]; a view if they are all rows in order."""
         if self._are_all(shards):
-            return array[: self._moves.total]
-        count = self._moves.shards
+            return array[: self._exchanged.total]
+        count = self._exchanged.shards
         if count == 1:
             return array[shards]
         rows, heads, size = array.shape

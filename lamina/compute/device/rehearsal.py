@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lamina.compute.device.base import Runner
-from lamina.compute.device.exchanged_rows import Moves
+from lamina.compute.device.exchanged_rows import ExchangedRows
 from lamina.compute.device.kit import ROWS
 from lamina.compute.rows import Rows
 from lamina.compute.sampler import Row, sample
@@ -37,7 +37,7 @@ def _run(runner: Runner, count: int, draws: int, shards: int, chunk: int) -> Non
     """
     step = Rows(torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64))
     every = np.arange(count * shards)
-    transfers = runner.transfers(Moves(count, count, shards, [every], [every], [np.zeros_like(every)], [], []))
+    transfers = runner.transfers(ExchangedRows(count, count, shards, [every], [every], [np.zeros_like(every)], [], []))
     attention, context = None, _context_before(runner, count)
     for index in runner.slices:
         if index:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lamina.compute.device.base import Array, Floats, Partial, Reply
-from lamina.compute.device.exchanged_rows import Indices, Moves, arrange
+from lamina.compute.device.exchanged_rows import ExchangedRows, Indices, arrange
 from lamina.compute.device.kit import Kit, Replay, padded_rows
 from lamina.core.types import AttentionSpec
 from lamina.dataplane.leases import ALIGNMENT
@@ -103,16 +103,18 @@ class _Group:
         """Number of rows in each message."""
         return [len(each) for each in self.shards]
 
-    def table(self, before: Sequence[int], moves: Moves) -> Tensor:
+    def table(self, before: Sequence[int], exchanged: ExchangedRows) -> Tensor:
         """Return the table for ``Kit.write_rows``, padded with columns of no message to one of few lengths.
 
         Args:
             before: By message, rows of each kind before this group.
-            moves: The step's rows.
+            exchanged: The step's rows.
         """
         counts = np.array(self.counts, np.int64)
         total = int(counts.sum())
-        length = moves.rows * moves.shards if total == moves.total * moves.shards else padded_rows(total)
+        length = (
+            exchanged.rows * exchanged.shards if total == exchanged.total * exchanged.shards else padded_rows(total)
+        )
         table = np.full((4, length), -1, np.int32)
         table[0, :total] = np.concatenate([*self.shards, np.empty(0, np.int64)])
         table[1, :total] = np.repeat(np.arange(len(counts)), counts)
@@ -157,13 +159,13 @@ class GpuTransfers:
 
     lingers = True
 
-    def __init__(self, lines: Lines, moves: Moves, dtype: torch.dtype) -> None:
-        self._lines, self._moves, self._dtype = lines, moves, dtype
-        self._groups = {"queries": _Group(moves.queries), "appends": _Group(moves.appends)}
+    def __init__(self, lines: Lines, exchanged: ExchangedRows, dtype: torch.dtype) -> None:
+        self._lines, self._exchanged, self._dtype = lines, exchanged, dtype
+        self._groups = {"queries": _Group(exchanged.queries), "appends": _Group(exchanged.appends)}
         before = self._groups["appends"].counts
-        self._tables = {name: group.table(before, moves) for name, group in self._groups.items()}
-        self._recorded = moves.rows <= lines.most
-        self._answering = [number for number, shards in enumerate(moves.queries) if len(shards)]
+        self._tables = {name: group.table(before, exchanged) for name, group in self._groups.items()}
+        self._recorded = exchanged.rows <= lines.most
+        self._answering = [number for number, shards in enumerate(exchanged.queries) if len(shards)]
         self._collected: dict[object, _Collected] = {}
         self._merges: dict[object, _Merge] = {}
         self._replies: dict[tuple[int, int, int, bool], Tensor] = {}
@@ -205,7 +207,7 @@ class GpuTransfers:
         self._lines.kit.synchronize()
 
     def _plan_collecting(self, sources: Sequence[tuple[str, Tensor]], recorded: bool) -> _Collected:
-        lines, count, shards = self._lines, len(self._moves.queries), self._moves.shards
+        lines, count, shards = self._lines, len(self._exchanged.queries), self._exchanged.shards
         tables = {name: self._table(name, recorded) for name, _ in sources}
         for what, pair in tables.values():
             if recorded:  # before it is recorded: that reads rows as well
@@ -241,7 +243,7 @@ class GpuTransfers:
 
     def _lay_out(self, sources: Sequence[tuple[str, Tensor]]) -> tuple[tuple[list[Array], ...], list[int]]:
         """Return views and addresses of pinned memory for messages, by source and message."""
-        shards = self._moves.shards
+        shards = self._exchanged.shards
         shapes = [(source.shape[1] // shards, source.shape[2]) for _, source in sources]
         counts = [self._groups[name].counts for name, _ in sources]
         element = sources[0][1].element_size()
@@ -292,19 +294,19 @@ class GpuTransfers:
         return known
 
     def _plan_merge(self, spec: AttentionSpec, has_sinks: bool) -> _Merge:
-        moves, lines, v_dim = self._moves, self._lines, spec.v_dim
-        heads = spec.query_heads // moves.shards
-        plan, unit = arrange(moves, heads, v_dim), heads * v_dim
+        exchanged, lines, v_dim = self._exchanged, self._lines, spec.v_dim
+        heads = spec.query_heads // exchanged.shards
+        plan, unit = arrange(exchanged, heads, v_dim), heads * v_dim
         # Few capacities, so that recordings can be used again: a power of two, and of all rows with padding at least.
-        end = max(plan.end, 2 * unit + moves.rows * moves.shards * (unit + heads))
+        end = max(plan.end, 2 * unit + exchanged.rows * exchanged.shards * (unit + heads))
         capacity = (1 << (-(-end // unit) - 1).bit_length()) * unit
-        shape = (moves.rows, spec.query_heads, v_dim)
+        shape = (exchanged.rows, spec.query_heads, v_dim)
         indices = torch.from_numpy(np.stack([plan.outs, plan.lses]))
-        what = (heads, v_dim, moves.shards, moves.rows, moves.most_parts, capacity, has_sinks)
+        what = (heads, v_dim, exchanged.shards, exchanged.rows, exchanged.most_parts, capacity, has_sinks)
         if self._recorded:
             arrivals = lines.fixed(("arrivals", heads, v_dim, capacity), (capacity,), torch.float32)
             tables = lines.fixed(("tables", what), tuple(indices.shape), torch.int64)
-            result = lines.fixed_rows("in 0", moves.rows, shape[1:], self._dtype)
+            result = lines.fixed_rows("in 0", exchanged.rows, shape[1:], self._dtype)
             sinks = lines.fixed(("sinks", spec.query_heads), (spec.query_heads,), torch.float32) if has_sinks else None
         else:
             arrivals = torch.zeros(capacity, device=lines.kit.place)
@@ -325,7 +327,7 @@ class GpuTransfers:
                 lines.add_copy(("tables", what), self, (tables, indices))
             recording()
 
-        counts = map(len, (*moves.here, *moves.queries))
+        counts = map(len, (*exchanged.here, *exchanged.queries))
         targets = [
             arrivals[start : start + count * (unit + heads)] for start, count in zip(plan.starts, counts, strict=True)
         ]

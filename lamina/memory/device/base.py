@@ -176,7 +176,7 @@ class Device(Mapper, Protocol):
         """Return once the device has read all arrays passed to ``sent``."""
 
     def results(self, rows: int, spec: AttentionSpec) -> tuple[Floats, Floats]:
-        """Allocate out [rows, Hq, Dv] and lse [rows, Hq], float32, in host memory that the device writes fast."""
+        """Allocate out [rows, Hq, Dv] and lse [rows, Hq], float32, in host memory that the device can write."""
 
     def made(self, rows: int, spec: AttentionSpec) -> tuple[Array, Array]:
         """Allocate out [rows, Hq, Dv] and lse [rows, Hq], float32, in device memory."""
@@ -197,10 +197,12 @@ class Device(Mapper, Protocol):
     def forget(self, segments: Sequence[Hashable]) -> None:
         """Drop cached data of segments that have ended or lost tokens. Earlier tables stay valid."""
 
-    def renew(self, slots: Slots, others: Slots, left: int) -> None:
-        """Copy KV from ``others`` [T] to ``slots`` [T], which hold the same tokens, where windowed layers dropped it.
+    def renew(self, target: Slots, source: Slots, first_query: int) -> None:
+        """Copy KV from the slots ``source`` [T] to ``target`` [T], which hold the same tokens.
 
-        ``left``: offset, in tokens, of the first query that may still attend to them.
+        Only windowed layers that have dropped the KV of ``target`` get it.
+
+        ``first_query``: offset, in tokens, of the first query that may still attend to them.
         """
 
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:

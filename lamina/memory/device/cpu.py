@@ -126,9 +126,9 @@ class Cpu:
             else:
                 partial_tasks(*arrays, cut.tasks, adds=cut.adds, scales=slab.scales)
 
-    def renew(self, slots: Slots, others: Slots, left: int) -> None:
+    def renew(self, target: Slots, source: Slots, first_query: int) -> None:
         for windows in {id(one): one for one in self._windows if one is not None}.values():
-            windows.renew(slots, others, left)
+            windows.renew(target, source, first_query)
 
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:
         windows = self._windows[layer]

@@ -303,7 +303,7 @@ class Gpu:
         if shared is not None:
             shared.partial(*operands, None, scratch)
 
-    def renew(self, slots: Slots, others: Slots, left: int) -> None:
+    def renew(self, target: Slots, source: Slots, first_query: int) -> None:
         """Do nothing: GPUs keep all tokens."""
 
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:

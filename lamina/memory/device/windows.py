@@ -83,17 +83,17 @@ class Windows:
         """Return the row of each slot, to read its K and V; an arbitrary row for a slot that has none."""
         return np.maximum(self._rows[slots], 0)
 
-    def renew(self, slots: Rows, others: Rows, left: int) -> None:
-        """Let ``slots`` [T] share the rows of ``others`` [T], which hold the same tokens.
+    def renew(self, target: Rows, source: Rows, first_query: int) -> None:
+        """Let the slots ``target`` [T] share the rows of ``source`` [T], which hold the same tokens.
 
-        Only tokens inside the window of a query at offset ``left`` change rows. The earlier rows of ``slots`` may be
-        out of date, as the KV may have moved since.
+        Only tokens inside the window of a query at offset ``first_query`` change rows. The earlier rows of ``target``
+        may be out of date, as the KV may have moved since.
         """
-        begin = max(0, left - self.window + 1)
-        slots, others = slots[begin:], others[begin:]
-        rows = self._rows[others]
-        new = (slots != others) & (rows >= 0)
-        self._rows[slots[new]] = rows[new]
+        begin = max(0, first_query - self.window + 1)
+        target, source = target[begin:], source[begin:]
+        rows = self._rows[source]
+        new = (target != source) & (rows >= 0)
+        self._rows[target[new]] = rows[new]
         self._shared[rows[new]] = True
 
     def _collect(self, arriving: Rows) -> None:

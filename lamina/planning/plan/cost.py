@@ -68,6 +68,17 @@ POINTWISE: dict[str, Callable[[ModelShape, int], float]] = {
 }
 """The other operators of a layer: operator -> elements read and written for each row on one of ``tp`` devices."""
 
+SMALLEST_TILE = 64
+"""Rows of the smallest tile of a grouped product."""
+
+GROUPED, GROUPED_FP8 = 0.9, 0.6
+"""FLOP/s of a grouped product over those of a dense one, with weights in 16 or 4 bits and with 8-bit floats: of 8,192
+tokens, vLLM 0.24's Triton kernels on H100 and H200 (AIConfigurator)."""
+
+DISPATCH_S = 12e-6
+"""Fixed time of a layer's experts besides their products: choosing them, sorting rows by expert, adding their outputs.
+What experts of one token take longer than their products (AIConfigurator: vLLM 0.24, H100 and H200)."""
+
 LAYER_ADDS = 2
 """Residual additions in a layer; every other operator runs once."""
 
@@ -128,9 +139,15 @@ class TransferFit:
 
 @dataclass(frozen=True, kw_only=True)
 class Fits:
-    """All fitted parts of the cost model for one kind. ``slices`` takes precedence over ``gemm`` and ``pointwise``."""
+    """All fitted parts of the cost model for one kind. ``slices`` takes precedence over ``gemm`` and ``pointwise``.
+
+    Attributes:
+        gemm: Matrix products in 16 or 32 bits, and of quantised weights that are converted to them.
+        gemm_fp8: Matrix products of 8-bit floats on devices that multiply them.
+    """
 
     gemm: GemmFit
+    gemm_fp8: GemmFit
     pointwise: PointwiseFit
     decode: DecodeAttentionFit
     prefill: PrefillAttentionFit
@@ -159,6 +176,7 @@ class Fits:
             slices=_build(SliceCurve, slices) if slices else None,
             runtime=_build(RuntimeFit.stored, runtime) if runtime else AS_PUBLISHED,
             gemm=part(GemmFit, "gemm"),
+            gemm_fp8=part(GemmFit, "gemm_fp8"),
             pointwise=part(PointwiseFit, "pointwise"),
             decode=part(DecodeAttentionFit, "decode"),
             prefill=part(PrefillAttentionFit, "prefill"),
@@ -210,10 +228,17 @@ class CostModel:
         moved = rows * POINTWISE[operator](shape, tp) * shape.dtype.itemsize
         return self.fits.pointwise.predict_pointwise(operator, moved, self.hardware)
 
-    def _product(self, rows: Any, columns: Any, depth: Any) -> Floats:
+    @property
+    def _multiplies_fp8(self) -> bool:
+        return self.shape.fp8 and self.hardware.fp8_flops > 0
+
+    def _product(self, rows: Any, columns: Any, depth: Any, of_dense: float = 1.0) -> Floats:
+        """Return seconds of a product that reaches ``of_dense`` of the FLOP/s of a dense one."""
         shape = self.shape
         kinds = shape.dtype, shape.fp8, shape.weight_itemsize
-        return gemm_seconds(self.fits.gemm, self.hardware, rows, columns, depth, *kinds)
+        fit = self.fits.gemm_fp8 if self._multiplies_fp8 else self.fits.gemm
+        fit = replace(fit, share=of_dense * fit.share)
+        return gemm_seconds(fit, self.hardware, rows, columns, depth, *kinds)
 
     def _of_experts(self, operator: str, rows: Floats, tp: Any, experts: Experts) -> Floats:
         """Return seconds of an operator of layers with experts: a grouped product over the experts that rows use, each
@@ -226,13 +251,22 @@ class CostModel:
         touched = experts.touched(rows)
         columns, depth = GEMMS[operator](each, tp)
         share = rows * experts.active / touched
-        seconds = self._product(share, touched * columns, depth)
+        seconds = (
+            self._grouped(share, touched * columns, depth) if experts.count > 1 else self._product(rows, columns, depth)
+        )
         if operator == "mlp_up_proj":  # the router's product, and gathering each expert's rows
             seconds = seconds + gemm_seconds(
                 self.fits.gemm, self.hardware, rows, experts.count, shape.hidden, shape.dtype
             )
-            seconds = seconds + self._operator("add", rows * experts.active, tp, shape)
+            seconds = seconds + self._operator("add", rows * experts.active, tp, shape) + DISPATCH_S
         return seconds + (self._operator(operator, rows, tp, always) if experts.shared else 0.0)
+
+    def _grouped(self, share: Floats, columns: Floats, depth: Any) -> Floats:
+        """Return seconds of a grouped product whose experts have ``share`` rows on average. For half of them, half a
+        tile more is assumed, as loads differ."""
+        of_dense = GROUPED_FP8 if self._multiplies_fp8 else GROUPED
+        loads = share, share + SMALLEST_TILE / 2
+        return np.asarray(sum(self._product(load, columns, depth, of_dense) for load in loads) / len(loads))
 
     def slice_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
         """Return seconds of one layer's dense operators and, on several devices, of its two all-reduces."""

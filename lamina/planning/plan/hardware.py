@@ -33,7 +33,12 @@ _NUMBERS = {
 }
 """Numbers of an entry -> attribute of ``Hardware`` and unit; FLOP/s are by element type."""
 
-_OPTIONAL = {"clock_ghz": ("clock_hz", 1e9), "cache_mib": ("cache_bytes", 2.0**20), "fp8_tflops": ("fp8_flops", 1e12)}
+_OPTIONAL = {
+    "clock_ghz": ("clock_hz", 1e9),
+    "cache_mib": ("cache_bytes", 2.0**20),
+    "fp8_tflops": ("fp8_flops", 1e12),
+    "product_share": ("product_share", 1.0),
+}
 _NAME = re.compile(r"[a-z0-9_-]+")  # as in the grammar of pools
 _TEXTS = ("device", "link")
 
@@ -57,6 +62,7 @@ class Hardware:
         watts: Board power.
         cache_bytes: Size of the last-level cache; 0 if unknown, and then not modelled.
         like: Kind whose fits apply to this kind; empty for its own.
+        product_share: Share of the peak that matrix products reach, where it was measured; 0: that of the fit.
         sources: Where the numbers come from.
     """
 
@@ -74,6 +80,7 @@ class Hardware:
     cache_bytes: float = 0.0
     fp8_flops: float = 0.0
     like: str = ""
+    product_share: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
 
 

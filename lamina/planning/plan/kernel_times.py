@@ -49,6 +49,8 @@ class GemmFit:
         choice: Exponent, above 1, of the mean over kernels; infinity takes the fastest.
         launch_s: Fixed time per kernel.
         tile_s: Fixed time per wave of tiles.
+        cast_share: Reached share of the memory bandwidth while activations are cast to 8-bit floats before the product;
+            0 if they are not cast.
     """
 
     share: float
@@ -59,6 +61,7 @@ class GemmFit:
     choice: float
     launch_s: float
     tile_s: float
+    cast_share: float = 0.0
 
 
 def gemm_seconds(
@@ -109,11 +112,14 @@ def _kernel_seconds(
     native = fp8 and hardware.fp8_flops > 0
     peak = hardware.fp8_flops if native else hardware.flops[dtype]
     entry = 1 if native else dtype.itemsize
-    compute = waves * (2 * products / (peak / processors * fit.share) + fit.tile_s)
+    reached = peak * (hardware.product_share or fit.share)
+    compute = waves * (2 * products / (reached / processors) + fit.tile_s)
     moved = n * k * weight + fit.activation_weight * (m * k * entry + m * n * dtype.itemsize)
     partials = np.where(cuts > 1, 2 * PARTIAL_BYTES * cuts * m * n, 0.0)  # written and read again
     memory = (moved + partials) / (hardware.memory_bytes_s * fit.memory_share)
     seconds = _joined(fit.overlap, compute, memory) + fit.launch_s
+    if native and fit.cast_share:
+        seconds = seconds + m * k * (dtype.itemsize + 1) / (hardware.memory_bytes_s * fit.cast_share)
     return np.where((tiles <= processors) | (cuts == 1), seconds, np.inf)
 
 
@@ -150,12 +156,17 @@ class DecodeAttentionFit:
     cached_gain: float
     memory_share: float
 
-    def predict_decode(self, hardware: Hardware, nbytes: ArrayLike, units: ArrayLike) -> Floats:
-        """Return seconds of one kernel that reads ``nbytes`` of keys and values of ``units`` (sequences x KV heads)."""
+    def predict_decode(self, hardware: Hardware, nbytes: ArrayLike, units: ArrayLike, repeated: bool = False) -> Floats:
+        """Return seconds of one kernel that reads ``nbytes`` of keys and values of ``units`` (sequences x KV heads).
+
+        ``repeated``: the kernel runs many times on the same KV, which then stays in the last-level cache if it fits. In
+        a model, weights and other layers' KV are read in between.
+        """
         read, count = np.asarray(nbytes, dtype=np.float64), np.asarray(units, dtype=np.float64)
         served = np.minimum(1.0, (hardware.cache_bytes / np.maximum(read, 1.0)) ** CACHE_STEEPNESS)
         memory = read / (self.memory_share * hardware.memory_bytes_s)
-        memory = memory * (1 - served * (1 - 1 / (1 + self.cached_gain)))
+        if repeated:
+            memory = memory * (1 - served * (1 - 1 / (1 + self.cached_gain)))
         work = count * self.unit_cycles / (hardware.processors * hardware.clock_hz)
         largest = np.maximum(np.maximum(memory, work), 1e-12)
         busy = largest * ((memory / largest) ** self.overlap + (work / largest) ** self.overlap) ** (1 / self.overlap)

@@ -21,7 +21,13 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exper
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
 _WIDTH = ("moe_intermediate_size", "expert_intermediate_size", "intermediate_size")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+_SHARED_WIDTH = ("shared_expert_intermediate_size", "share_expert_dim")
 _DENSE = ("first_k_dense_replace", "moe_layer_start_index")
+
+
+SKEW = 0.5
+"""How unevenly tokens choose experts. AIConfigurator measures power laws: 128 choices of 128 experts touch 63 of
+them, and 192 touch 96; this exponent gives 74 and 91."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +71,7 @@ class Experts:
                 f"the config of {name} has {count} experts, of which each token uses {active}, {width} wide; give "
                 f"one of {', '.join(_ACTIVE)}, at most {count}, and one of {', '.join(_WIDTH)}"
             )
-        shared = _first(config, ("shared_expert_intermediate_size",)) or width * (_first(config, _SHARED) or 0)
+        shared = _first(config, _SHARED_WIDTH) or width * (_first(config, _SHARED) or 0)
         if config.get("model_type") == "llama4_text":
             shared = width
         return cls(
@@ -73,7 +79,7 @@ class Experts:
             active=active,
             intermediate=width,
             shared=shared,
-            layers=max(1, (layers - (_first(config, _DENSE) or 0)) // _step(config)),
+            layers=_layers_with_experts(config, layers),
         )
 
     @property
@@ -82,9 +88,19 @@ class Experts:
         return self.count * self.intermediate + self.shared
 
     def touched(self, rows: ArrayLike) -> Floats:
-        """Return the mean number of experts that ``rows`` tokens use, if they choose independently and uniformly."""
-        missed = (1 - self.active / self.count) ** np.asarray(rows, dtype=np.float64)
-        return np.asarray(self.count * (1 - missed))
+        """Return the mean number of experts that ``rows`` tokens use, if they choose independently and expert i is
+        chosen in proportion to ``i ** -SKEW``."""
+        weights = np.arange(1, self.count + 1, dtype=np.float64) ** -SKEW
+        chosen = np.minimum(1.0, self.active * weights / weights.sum())
+        missed = (1 - chosen) ** np.asarray(rows, dtype=np.float64)[..., None]
+        return np.asarray((1 - missed).sum(axis=-1))
+
+
+def _layers_with_experts(config: Mapping[str, Any], layers: int) -> int:
+    listed = config.get("moe_layer_freq")
+    if isinstance(listed, list):
+        return sum(map(bool, listed))
+    return max(1, (layers - (_first(config, _DENSE) or 0)) // _step(config))
 
 
 def _step(config: Mapping[str, Any]) -> int:
@@ -254,6 +270,7 @@ _KEYS = {
     "query_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "vocabulary": ("vocab_size",),
 }
+_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _NOT_GATED = {
     *("gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom"),
     *("mpt", "falcon", "phi", "starcoder2", "nemotron", "arcee", "apertus", "persimmon", "codegen"),
@@ -268,7 +285,22 @@ _REFUSED = {
     "linear_num_value_heads": "linear attention",
     "attn_type_list": "linear attention",
     "block_configs": "layers of different sizes",
+    "compress_ratios": "attention to compressed K and V",
+    "o_lora_rank": "output projections of low rank",
+    "index_topk": "sparse attention",
+    "sparse_attention_config": "sparse attention",
+    "hybrid_layer_pattern": "layers whose attention has different sizes",
+    "swa_num_key_value_heads": "layers whose attention has different sizes",
+    "global_head_dim": "layers whose attention has different sizes",
+    "attention_other_setting": "layers whose attention has different sizes",
 }
+_TIED = {
+    *("gemma", "gemma2", "gemma3", "gemma3_text", "cohere", "cohere2", "starcoder2", "smollm3", "ernie4_5"),
+    *("ernie4_5_moe", "gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "mpt", "falcon", "biogpt", "xglm", "lfm2"),
+}
+"""Model types whose output head is the embedding unless the config says otherwise, as in transformers."""
+_DENSE_WIDTH = {"llama4_text": ("intermediate_size_mlp",)}
+"""Where the width of dense layers is, by model type, if it is not that of the experts."""
 _ATTENTION = "attention"
 """Suffix in ``layer_types`` of layers that keep K and V: full, sliding or chunked attention."""
 
@@ -289,17 +321,43 @@ def find(model: str) -> ModelShape:
         hint = f"; did you mean {' or '.join(KNOWN[name].name for name in near)}?" if near else "."
         names = ", ".join(shape.name for shape in KNOWN.values())
         raise ModelError(f"{model!r} is not a model directory, a config.json or a known name{hint} Known: {names}")
-    return from_config(file.parent.resolve().name if file.name == CONFIG else file.stem, read_json(file))
+    name = file.parent.resolve().name if file.name == CONFIG else file.stem
+    beside = file.parent / MODELOPT
+    if beside.is_file():
+        raise UnsupportedModelError(
+            f"{name} holds weights quantised as {beside.name} says, which Lamina does not read; plan its unquantised "
+            "model with --weight-dtype"
+        )
+    return from_config(name, read_json(file))
 
 
-def directory_to_launch(model: str) -> str:
-    """Return the ``lamina launch --model`` argument of a planned model; a placeholder if its directory is unknown."""
+MODELOPT = "hf_quant_config.json"
+"""File of a model directory that says how NVIDIA's ModelOpt quantised the weights; its config.json may not."""
+
+
+HUB = {
+    "Llama-2-7B": "meta-llama/Llama-2-7b-hf",
+    "Llama-2-13B": "meta-llama/Llama-2-13b-hf",
+    "Llama-2-70B": "meta-llama/Llama-2-70b-hf",
+    "Llama-3-8B": "meta-llama/Meta-Llama-3-8B",
+    "Llama-3-70B": "meta-llama/Meta-Llama-3-70B",
+    "Mixtral-8x7B": "mistralai/Mixtral-8x7B-v0.1",
+    "Qwen3-30B-A3B": "Qwen/Qwen3-30B-A3B",
+    "Qwen3-32B": "Qwen/Qwen3-32B",
+}
+"""Names on the Hugging Face Hub of models in ``KNOWN`` that ``lamina launch`` reads."""
+
+
+def model_to_launch(model: str) -> str:
+    """Return the ``lamina launch --model`` argument of a planned model: its directory, or its name on the hub; a
+    placeholder if neither is known."""
     path = Path(model).expanduser()
     if path.is_dir():
         return model
     if path.is_file() and path.name == CONFIG:
         return str(path.parent)
-    return f"PATH_TO_{find(model).name}"
+    name = find(model).name
+    return HUB.get(name, f"PATH_TO_{name}")
 
 
 def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
@@ -323,11 +381,11 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
         hidden=hidden,
         query_heads=heads,
         vocabulary=sizes["vocabulary"],
-        intermediate=_first(text, ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")) or 4 * hidden,
+        intermediate=_first(text, (*_DENSE_WIDTH.get(str(text.get("model_type")), ()), *_WIDTHS)) or 4 * hidden,
         kv_heads=kv_heads,
         head_size=head_size,
         gated=text.get("model_type") not in _NOT_GATED,
-        tied_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", True))),
+        tied_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", _is_tied(text)))),
         dtype=_dtype(text, config),
         max_tokens=max_model_len(config),
         weight_dtype=weight_dtype,
@@ -351,6 +409,11 @@ def _require_covered(name: str, config: Mapping[str, Any], text: Mapping[str, An
                 raise UnsupportedModelError(
                     f"{name} has {what} ({key} {part[key]}), which the cost model does not cover"
                 )
+    if text.get("v_head_dim") not in (None, text.get("head_dim")):
+        raise UnsupportedModelError(
+            f"{name} has values of {text['v_head_dim']} and keys of {text.get('head_dim')} elements, which the cost "
+            "model does not cover"
+        )
     kinds = text.get("layer_types")
     for kind in kinds if isinstance(kinds, list) else ():
         if not str(kind).endswith(_ATTENTION) or str(kind).startswith("linear"):
@@ -360,6 +423,11 @@ def _require_covered(name: str, config: Mapping[str, Any], text: Mapping[str, An
     if stored is None:
         return "auto"
     return "int4" if stored.bits == 4 else "fp8" if stored.floats else "int8"
+
+
+def _is_tied(text: Mapping[str, Any]) -> bool:
+    """Return transformers' default; a config without a model type is taken to tie its embeddings."""
+    return "model_type" not in text or text["model_type"] in _TIED
 
 
 def _windows(text: Mapping[str, Any]) -> tuple[int, int]:

@@ -46,8 +46,9 @@ class BaselineSimulation:
         """Raise ConfigError for a deployment that the system cannot use."""
         if system is not System.DISAGGREGATED and (deployment.memory is not None or deployment.local):
             raise ConfigError(f"{system.value} has one pool; leave out --memory and add its devices to --compute")
-        if deployment.prefill is not None:
-            raise ConfigError(f"--prefill is a pool of Lamina; leave it out with --system {system.value}")
+        for option, given in (("--prefill", deployment.prefill), ("--autoscale", deployment.prefill_bounds)):
+            if given is not None:
+                raise ConfigError(f"{option} is for pools of Lamina; leave it out with --system {system.value}")
         self._system = system
         self._deployment = deployment
         self._arrivals = arrivals

@@ -174,6 +174,7 @@ class Result:
         refused: Share of the time in which the first waiting request lacked KV slots or a place in ``max_num_seqs``.
         steps: Completed steps.
         preempted: Number of preemptions.
+        role_changes: Number of replicas that have changed their role.
         prefix_queried: Prompt tokens of admitted requests.
         prefix_hit: Those of ``prefix_queried`` found in a prefix cache.
         decisions: CPU time of the engine, the only part that differs from run to run.
@@ -189,6 +190,7 @@ class Result:
     refused: float
     steps: int
     preempted: int = 0
+    role_changes: int = 0
     prefix_queried: int = 0
     prefix_hit: int = 0
     decisions: Decisions | None = field(default=None, compare=False)
@@ -319,6 +321,7 @@ class Result:
             "usd_per_million_out": self.usd_per_million_out,
             "steps": self.steps,
             "preempted": self.preempted,
+            "role_changes": self.role_changes,
             "prefix_queried": self.prefix_queried,
             "prefix_hit": self.prefix_hit,
         }

@@ -113,6 +113,8 @@ class Deployment:
         memory_workers: Devices of the second pool.
         prefill: Hardware of workers that only run prompts, so that ``compute`` only decodes; None: compute does both.
         prefill_workers: Number of these workers.
+        prefill_bounds: The least and the most workers that only run prompts, if replicas change their role by
+            ``slo_ttft_ms`` and ``slo_tbt_ms``, as with ``--autoscale prefill=LEAST:MOST``.
         local: KV is beside the weights, as with ``--memory local``, without memory workers.
         tensor_parallel: Devices that hold one copy of the weights.
         profile: Measured fits, which replace the package's.
@@ -128,6 +130,7 @@ class Deployment:
     memory_workers: int = 0
     prefill: Hardware | None = None
     prefill_workers: int = 0
+    prefill_bounds: tuple[int, int] | None = None
     local: bool = False
     tensor_parallel: int = 1
     lanes: int | None = None
@@ -159,6 +162,8 @@ class Deployment:
                 "workers for prompts alone need KV in memory workers and lanes in fixed order; give --memory "
                 "KIND:COUNT and leave out rotational pipelining"
             )
+        if self.prefill_bounds is not None:
+            self._require_roles(*self.prefill_bounds)
         if self.local and self.pipelining == "rotational":
             raise ConfigError(
                 "with local memory, a lane stays on the copy of the weights that has the KV of its requests; leave "
@@ -176,6 +181,23 @@ class Deployment:
                 f"heads of {self.model.name}; give a degree that does"
             )
 
+    def _require_roles(self, least: int, most: int) -> None:
+        """Raise ConfigError unless replicas can change their role so that ``least`` to ``most`` workers run prompts."""
+        given, workers = f"autoscale prefill={least}:{most}", self.compute_workers + self.prefill_workers
+        if self.slo_ttft_ms is None or self.slo_tbt_ms is None:
+            raise ConfigError(f"{given} changes roles when a target is missed; give --slo-ttft-ms and --slo-tbt-ms")
+        if self.local or self.pipelining == "rotational":
+            raise ConfigError(
+                f"{given} needs KV in memory workers and lanes in fixed order; give --memory KIND:COUNT and leave out "
+                "rotational pipelining"
+            )
+        if self.prefill not in (None, self.compute):
+            raise ConfigError(f"{given} changes the roles of workers; give --prefill and --compute the same kind")
+        if least % self.tensor_parallel or most % self.tensor_parallel:
+            raise ConfigError(f"{given}: a copy of the weights has {self.tensor_parallel} workers; give multiples")
+        if not 1 <= least <= most or least >= workers:
+            raise ConfigError(f"{given} with {workers} workers; give 1 at least, and leave some to decode")
+
     @property
     def replicas(self) -> int:
         """Copies of the weights in the compute pool."""
@@ -186,7 +208,12 @@ class Deployment:
         """Return the deployment whose compute pool is the prefill pool, which must exist."""
         assert self.prefill is not None
         return replace(
-            self, compute=self.prefill, compute_workers=self.prefill_workers, prefill=None, prefill_workers=0
+            self,
+            compute=self.prefill,
+            compute_workers=self.prefill_workers,
+            prefill=None,
+            prefill_workers=0,
+            prefill_bounds=None,
         )
 
     @cached_property

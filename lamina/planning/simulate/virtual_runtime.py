@@ -23,9 +23,11 @@ from lamina.config.engine_config import EngineConfig
 from lamina.control.messages import StepDone
 from lamina.control.timeline import Span
 from lamina.core.errors import ConfigError, RequestError
+from lamina.core.pipeline import Pipeline
 from lamina.core.requests import Owner
 from lamina.core.segments import grown, moved
 from lamina.core.steps import StepPlan
+from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Request, SamplingParams, Segment
 from lamina.kv.placement import Placement, nowhere
 from lamina.planning.simulate.result import Decisions, PoolUse, RequestLog, Result, State
@@ -33,6 +35,7 @@ from lamina.planning.simulate.scenario import Arrivals, Deployment, Fault, Ints
 from lamina.planning.simulate.step_times import LocalStepModel, Places, StepModel
 from lamina.schedule.limits import MAX_WAITING
 from lamina.schedule.policy import find_policy
+from lamina.schedule.roles import LOOK_S, RoleBalance, Targets, expected_times
 from lamina.schedule.turn import Turn
 
 TIMED = 8  # decisions are timed in one turn of this many: reading the CPU clock is a system call
@@ -113,6 +116,13 @@ class Simulation:
         self._memories = [f"memory{index}" for index in range(deployment.memory_workers)]
         own = [f"compute{index}" for index in range(deployment.replicas)]
         self._places = own if deployment.local else self._memories
+        bounds = deployment.prefill_bounds
+        self._roles = (
+            None if bounds is None else RoleBalance(*(workers // deployment.tensor_parallel for workers in bounds))
+        )
+        self._look_at = math.inf if bounds is None else 0.0
+        self._turned: Pipeline | None = None  # replaces the pipeline once no step is in flight
+        self._role_changes = 0
         self._numbers = {name: index for index, name in enumerate(self._places)}
         self._turn = self._make_turn()
         self._scheduler = self._turn.scheduler
@@ -203,7 +213,8 @@ class Simulation:
         if self._next_fault < len(self._faults):
             fault = self._faults[self._next_fault].at_s
         moved = self._migrations[0][0] if self._migrations else math.inf
-        return min(arrival, fault, moved, self._turn.next_plan_at)
+        first = min(arrival, fault, moved, self._turn.next_plan_at)
+        return min(first, self._look_at) if first < math.inf or self._turn.in_flight else math.inf
 
     # -- what happens -------------------------------------------------------------------------------------------
 
@@ -290,9 +301,36 @@ class Simulation:
                     self._live.remove(index)
                     self._log.end(index, State.FINISHED, now)
 
+    def _balance_roles(self, now: float) -> None:
+        """Let a replica change its role if a target is missed, as ``Scaling`` does in the engine."""
+        if self._roles is not None and now >= self._look_at:
+            self._look_at = now + LOOK_S
+            deployment, replicas, prefill = self._deployment, self._pipeline.replicas, self._pipeline.prefill
+            assert deployment.slo_ttft_ms is not None and deployment.slo_tbt_ms is not None
+            targets = Targets(deployment.slo_ttft_ms / 1e3, deployment.slo_tbt_ms / 1e3)
+            times = expected_times(self._turn, targets, prefill or replicas)
+            if change := self._roles.decide(times, prefill, replicas - prefill, now):
+                self._turned = self._pipeline.with_replicas(replicas, prefill + change)
+                self._look_at = math.inf  # until the steps in flight have ended
+                self._turn.pause()
+        if self._turned is not None and not self._turn.in_flight:
+            self._pipeline, self._turned = self._turned, None
+            self._turn.change_members(self._topology)
+            self._role_changes += 1
+            self._look_at = now + LOOK_S
+
+    @property
+    def _topology(self) -> Topology:
+        capacity = self._deployment.kv_tokens
+        computes = [f"compute{index}" for index in range(self._pipeline.replicas * self._pipeline.workers)]
+        members = [Member(name, "compute", CPU, "") for name in computes]
+        members += [Member(name, "memory", CPU, "", capacity) for name in self._memories]
+        return Topology(FIRST, tuple(members), self._pipeline)
+
     def _launch(self, now: float) -> None:
         if self._dead:
             return
+        self._balance_roles(now)
         if self._turn.reviews_lanes:
             for index, name in enumerate(self._memories):
                 self._turn.note_attention(name, self._cluster.memory_work(index)[0])
@@ -349,8 +387,12 @@ class Simulation:
         replicas = [self._cluster.replica_work(index) for index in range(self._pipeline.replicas)]
         prefill = self._pipeline.prefill
         memories = [self._cluster.memory_work(index) for index in range(deployment.memory_workers)]
-        pools = [_use("compute", deployment.compute.kind, deployment.compute_workers, replicas[prefill:], now)]
-        if deployment.prefill is not None:
+        if self._roles is not None:  # every replica may have had both roles
+            workers = deployment.compute_workers + deployment.prefill_workers
+            pools = [_use("compute", deployment.compute.kind, workers, replicas, now)]
+        else:
+            pools = [_use("compute", deployment.compute.kind, deployment.compute_workers, replicas[prefill:], now)]
+        if deployment.prefill is not None and self._roles is None:
             kind, workers = deployment.prefill.kind, deployment.prefill_workers
             pools.insert(0, _use("prefill", kind, workers, replicas[:prefill], now))
         if not deployment.local:
@@ -366,6 +408,7 @@ class Simulation:
             refused=self._refused_s / now if now else 0.0,
             steps=self._steps,
             preempted=self._scheduler.dropped,
+            role_changes=self._role_changes,
             prefix_queried=self._scheduler.prefixes.queried,
             prefix_hit=self._scheduler.prefixes.hit,
             decisions=self._decisions,

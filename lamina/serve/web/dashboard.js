@@ -1,7 +1,8 @@
 "use strict";
-// Asks for the server's state once a second. Rates and latencies are differences between two states.
+// Shows what the server sends once a second. Rates and latencies are differences between two states.
 
 const SECONDS = 300; // shown
+const SILENT_MS = 10000; // without an event until the connection counts as lost
 const WINDOW = 10; // seconds that a latency's quantile looks back
 const $ = (id) => document.getElementById(id);
 const history = []; // states, oldest first
@@ -131,8 +132,9 @@ function show(state) {
 
   const memory = Object.entries(state.placement.workers);
   $("memory").replaceChildren(...memory.map(([name, worker]) => {
-    const largest = Object.entries(worker.largest_requests).slice(0, 3).map(([request, tokens]) => `${request} ${count(tokens)}`);
-    return row(name, stateOf(name), bar(worker), count(worker.used), count(worker.cached), count(worker.capacity), bytes(worker.moved_bytes), largest.join(", "));
+    const largest = document.createElement("span");
+    for (const [request, tokens] of Object.entries(worker.largest_requests).slice(0, 3)) largest.append(button(request), ` ${count(tokens)} `);
+    return row(name, stateOf(name), bar(worker), count(worker.used), count(worker.cached), count(worker.capacity), bytes(worker.moved_bytes), largest);
   }));
   const moves = state.placement.moves;
   const moving = moves.in_progress.map((move) => `${count(move.tokens)} tokens from ${move.source} to ${move.target}`);
@@ -177,30 +179,109 @@ function showLanes(lanes) {
   });
 }
 
-async function ask(path) {
-  const key = sessionStorage.getItem("key");
-  const response = await fetch(path, { headers: key ? { Authorization: `Bearer ${key}` } : {}, signal: AbortSignal.timeout(5000) });
-  if (response.status === 401) throw new Error("This server needs its LAMINA_METRICS_KEY: enter it as the API key on the chat page.");
-  if (!response.ok) throw new Error(`The server answered ${response.status}.`);
-  return response.json();
+// One request's life: how long it waited, its prompt ran and it decoded, as a bar, and each event of it.
+const LISTED = 12;
+let chosen = null; // id of the request shown
+let shown = null; // what is known of it
+let lives = [];
+
+const seconds = (value) => (value < 1 ? `${(1000 * value).toFixed(0)} ms` : `${value.toFixed(2)} s`);
+
+function phases(life, now) {
+  const at = (what) => life.events.find((event) => event[1] === what)?.[0];
+  const end = at("ended") ?? Math.max(now - life.queued, 0);
+  const admitted = at("admitted") ?? end, first = at("first token") ?? end;
+  return { queued: admitted, prompt: Math.max(first - admitted, 0), decoding: Math.max(end - first, 0), end, running: at("admitted") !== undefined };
 }
 
-async function look() {
-  try {
-    const [state, lanes] = await Promise.all([ask("dashboard/state"), ask("dashboard/lanes")]);
-    history.push(state);
-    while (history[0].time < state.time - SECONDS) history.shift();
-    show(state);
-    showLanes(lanes);
-    draw();
-    $("connection").textContent = "Live";
-  } catch (error) {
-    $("connection").textContent = error.message.startsWith("Th") ? error.message : "No answer from the server; trying again.";
+function choose(id) {
+  chosen = chosen === id ? null : id;
+  shown = null;
+  showLives(history.at(-1).time);
+}
+
+function button(id) {
+  const made = document.createElement("button");
+  made.className = "link";
+  made.textContent = id;
+  made.setAttribute("aria-expanded", String(id === chosen));
+  made.setAttribute("aria-controls", "life");
+  made.dataset.request = id;
+  made.onclick = () => choose(id);
+  return made;
+}
+
+function showLives(now) {
+  const focused = document.activeElement?.dataset?.request;
+  $("lives").replaceChildren(...lives.slice(0, LISTED).map((life) => {
+    const { queued, prompt, decoding, running } = phases(life, now);
+    const state = life.ended || (running ? "running" : "waiting");
+    return row(button(life.request), state, count(life.prompt_tokens), count(life.generated), seconds(queued), seconds(prompt), seconds(decoding));
+  }));
+  if (!lives.length) $("lives").replaceChildren(row("No request yet."));
+  const life = shown = chosen === null ? null : lives.find((one) => one.request === chosen) ?? shown;
+  $("life").hidden = !life;
+  if (life) {
+    const spent = phases(life, now);
+    $("life-title").textContent = `Request ${life.request}`;
+    $("life-bar").replaceChildren(...["queued", "prompt", "decoding"].map((phase) => {
+      const part = document.createElement("div");
+      part.className = phase;
+      part.style.width = `${(100 * spent[phase]) / Math.max(spent.end, 1e-6)}%`;
+      part.title = `${phase}: ${seconds(spent[phase])}`;
+      return part;
+    }));
+    $("life-bar").setAttribute("aria-label", ["queued", "prompt", "decoding"].map((phase) => `${phase} ${seconds(spent[phase])}`).join(", "));
+    const steps = life.generated > 1 && spent.decoding ? [["", "steps", `${count(life.generated)} tokens, ${seconds(spent.decoding / (life.generated - 1))} each after the first`]] : [];
+    const listed = life.events.map(([at, what, detail]) => [seconds(at), what, detail ?? ""]);
+    const last = listed.at(-1)?.[1] === "ended" ? listed.pop() : null;
+    $("life-events").replaceChildren(...[...listed, ...steps, ...(last ? [last] : [])].map((cells) => row(...cells)));
   }
-  setTimeout(look, 1000);
+  if (focused) document.querySelector(`[data-request="${CSS.escape(focused)}"]`)?.focus();
+}
+
+function onView({ state, lanes, lives: told }) {
+  history.push(state);
+  while (history[0].time < state.time - SECONDS) history.shift();
+  lives = told.sort((one, other) => other.queued - one.queued);
+  show(state);
+  showLanes(lanes);
+  showLives(state.time);
+  draw();
+  $("connection").textContent = "Live";
+}
+
+// Reads server-sent events by fetch: EventSource cannot send a key.
+async function watch() {
+  const key = sessionStorage.getItem("key");
+  const silence = new AbortController();
+  let timer = setTimeout(() => silence.abort(), SILENT_MS);
+  try {
+    const response = await fetch("dashboard/events", { headers: key ? { Authorization: `Bearer ${key}` } : {}, signal: silence.signal });
+    if (response.status === 401) throw new Error("This server needs its LAMINA_METRICS_KEY: enter it as the API key on the chat page.");
+    if (!response.ok) throw new Error(`The server answered ${response.status}.`);
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let text = ""; ;) {
+      const { value, done } = await reader.read();
+      if (done) break;
+      clearTimeout(timer);
+      timer = setTimeout(() => silence.abort(), SILENT_MS);
+      text += value;
+      for (let end; (end = text.indexOf("\n\n")) >= 0; text = text.slice(end + 2)) {
+        const [, kind, data] = text.slice(0, end).match(/^event: (\w+)\ndata: (.*)$/s);
+        if (kind === "view") onView(JSON.parse(data));
+        else $("connection").textContent = `The engine does not answer: ${JSON.parse(data).message}`;
+      }
+    }
+    $("connection").textContent = "The server has ended the connection; trying again.";
+  } catch (error) {
+    $("connection").textContent = error.message.startsWith("Th") && !silence.signal.aborted ? error.message : "No answer from the server; trying again.";
+  }
+  clearTimeout(timer);
+  setTimeout(watch, 1000);
 }
 
 makeCharts();
 addEventListener("resize", () => Object.entries(charts).forEach(([id, chart]) => chart.setSize({ width: $(id).clientWidth, height: 160 })));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { makeCharts(); draw(); });
-look();
+watch();

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -54,9 +55,11 @@ def test_a_config_with_experts() -> None:
 def test_experts_touched_by_a_step() -> None:
     experts = Experts(count=16, active=2, intermediate=1, layers=1)
     random = np.random.default_rng(0)
+    weights = np.arange(1, 17) ** -model_shapes.SKEW
+    chosen = partial(random.choice, 16, 2, replace=False, p=weights / weights.sum())
     for rows in (1, 4, 30):
-        drawn = [len({int(e) for _ in range(rows) for e in random.permutation(16)[:2]}) for _ in range(2000)]
-        assert float(experts.touched(rows)) == pytest.approx(np.mean(drawn), rel=0.02)
+        drawn = [len(np.unique([chosen() for _ in range(rows)])) for _ in range(1000)]
+        assert float(experts.touched(rows)) == pytest.approx(np.mean(drawn), rel=0.03)
 
 
 def test_few_rows_read_few_experts_and_many_rows_all() -> None:
@@ -101,14 +104,16 @@ def test_weights_in_fp8() -> None:
     embeddings = 2 * 2 * shape.vocabulary * shape.hidden
     assert small.weight_bytes == (shape.weight_bytes - embeddings) / 2 + embeddings
     few, many = 4, 8192
-    for kind, faster in (("h100", 2.0), ("a100", 1.0)):  # an A100 reads half, but multiplies in 16 bits
+    # An H100 multiplied 1.5 times as fast in 8 bits (bench/cost/measurements/h100_products.csv).
+    # An A100 reads half, but multiplies in 16 bits.
+    for kind, faster in (("h100", 1.5), ("a100", 1.0)):
         ratios = [
             float(cost(shape, kind).operator_seconds("mlp_down_proj", rows, 1))
             / float(cost(small, kind).operator_seconds("mlp_down_proj", rows, 1))
             for rows in (few, many)
         ]
         # Activations and outputs of 2 bytes, and what a tile and a launch take, are not halved.
-        assert 1.4 < ratios[0] < 2.01 and faster * 0.85 < ratios[1] < faster * 1.05, kind
+        assert 1.4 < ratios[0] < 2.01 and faster * 0.85 < ratios[1] < faster * 1.1, kind
     assert model_shapes.from_config("q", {**QWEN, "quantization_config": {"quant_method": "fp8"}}).fp8
     with pytest.raises(UnsupportedModelError, match="quantised with mxfp4"):
         model_shapes.from_config("q", {**QWEN, "quantization_config": {"quant_method": "mxfp4"}})

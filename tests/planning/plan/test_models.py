@@ -20,22 +20,28 @@ from lamina.core.errors import ModelError, UnsupportedModelError
 from lamina.core.types import DType
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.plan.cost import CostModel, Fits
-
-# Parameters as published with each model, in billions.
-PUBLISHED = {
-    "LLaMA-7B": 6.738,
-    "LLaMA-13B": 13.016,
-    "LLaMA-33B": 32.529,
-    "LLaMA-65B": 65.286,
-    "Llama-2-70B": 68.977,
-    "Llama-3-8B": 8.030,
-    "Llama-3-70B": 70.554,
-}
+from tests.planning.plan.published_models import BILLION, PUBLISHED, REFUSED
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_known_models_have_their_published_size(name: str) -> None:
-    assert model_shapes.find(name.upper()).parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.001)
+def test_public_configs_have_the_parameters_of_their_checkpoints(name: str) -> None:
+    billions, config = PUBLISHED[name]
+    assert model_shapes.from_config(name, config).parameters / BILLION == pytest.approx(billions, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_public_configs_without_formulas_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=name):
+        model_shapes.from_config(name, REFUSED[name])
+
+
+def test_weights_that_modelopt_quantised_are_refused(tmp_path: Path) -> None:
+    """The config.json of such a model may say nothing of it, and its size would be twice the checkpoint's."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Llama-3.1-70B"][1]))
+    assert model_shapes.find(str(tmp_path)).parameters > 70e9
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    with pytest.raises(UnsupportedModelError, match="hf_quant_config"):
+        model_shapes.find(str(tmp_path))
 
 
 @pytest.mark.parametrize(

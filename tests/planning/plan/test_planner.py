@@ -389,7 +389,8 @@ def test_what_the_same_money_buys_alone() -> None:
     seconds = float(cost.pass_seconds(batch, 4)) + attention
     assert group_step_seconds(cost, 4, batch, CHAT.live) == pytest.approx(seconds)
     found = evaluate_group(cost, 4, CHAT)
-    assert found is not None and found.tokens_s == pytest.approx(batch / seconds, rel=0.02)
+    assert found is not None and found.tokens_s >= batch / seconds * 0.999  # a smaller batch may fill tiles better
+    assert found.tokens_s == pytest.approx(found.batch / group_step_seconds(cost, 4, found.batch, CHAT.live), rel=1e-3)
     assert printed.tokens_s == found.tokens_s
     strict = evaluate_group(cost, 4, CHAT, longest_tbt_s=0.03)
     assert strict is not None and strict.tbt_s <= 0.03 and strict.batch < batch

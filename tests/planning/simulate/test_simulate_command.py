@@ -85,6 +85,7 @@ def test_json_is_the_same_for_the_same_seed(trace: Path) -> None:
         (("--trace-out", "/"), "cannot be written"),
         (("--system", "chunked-prefill"), "one pool"),
         (("--rate-scale", "0"), "above 0"),
+        (("--autoscale", "memory=1:2"), "only roles are simulated"),
         (("--compute", "a100:1,h100:1"), "names 2 kinds"),
         (("--model", "Llama-2-13B", "--compute", "rtx4080:2"), "give --tensor-parallel 2 with a multiple of 2 workers"),
         (("--model", "Llama-3-70B", "--compute", "rtx4080:8"), "; give other hardware"),
@@ -109,7 +110,7 @@ def test_pools_as_launch_takes_them(trace: Path) -> None:
     result = json.loads(local.stdout)
     assert [one["workers"] for one in result["pools"]] == [4] and result["requests"]["finished"] == 60
     for arguments, said in (
-        ((*POOLS, "--prefill", "h100:1", "--system", "disaggregated"), "--prefill is a pool of Lamina"),
+        ((*POOLS, "--prefill", "h100:1", "--system", "disaggregated"), "--prefill is for pools of Lamina"),
         (
             ("--model", "Llama-2-7B", "--compute", "a100:1", "--memory", "local", "--prefill", "h100:1"),
             "memory workers",

@@ -135,6 +135,48 @@ def test_prompts_apart_leave_the_steps_of_others_as_they_are() -> None:
     assert gaps[1] < 1.5 * np.median(gaps_of(simulate(pools(), arriving(requests[0])))) < gaps[0]
 
 
+def of_roles(prefill: int, **changes: Any) -> Deployment:
+    """Return four A100, of which so many only run prompts at first, and two A100 with KV."""
+    a100 = CATALOGUE["a100"]
+    apart: dict[str, Any] = {"prefill": a100, "prefill_workers": prefill} if prefill else {}
+    changes = {"slo_ttft_ms": 1000, "slo_tbt_ms": 60, **apart, **changes}
+    return Deployment(model=LLAMA, compute=a100, memory=a100, compute_workers=4 - prefill, memory_workers=2, **changes)
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+def test_replicas_that_decode_run_prompts_once_first_tokens_come_too_late(prefill: int) -> None:
+    arrivals = Arrivals(np.arange(150) / 12, np.full(150, 3000), np.full(150, 10))
+    fixed = simulate(of_roles(1), arrivals)
+    result = simulate(of_roles(prefill, prefill_bounds=(1, 3)), arrivals)
+    assert result.log.count(State.FINISHED) == 150
+    assert 1 <= result.role_changes <= 3 and fixed.role_changes == 0
+    assert result.ttft_s.p99 < 0.5 * fixed.ttft_s.p99
+    assert [(pool.name, pool.workers) for pool in result.pools] == [("compute", 4), ("memory", 2)]
+
+
+def test_replicas_that_run_prompts_decode_once_tokens_come_too_slowly() -> None:
+    arrivals = Arrivals(np.arange(250) / 20, np.full(250, 60), np.full(250, 150))
+    slow = of_roles(3, slo_tbt_ms=15)
+    fixed, result = simulate(slow, arrivals), simulate(replace(slow, prefill_bounds=(1, 3)), arrivals)
+    assert result.log.count(State.FINISHED) == 250 and 1 <= result.role_changes <= 2
+    assert result.tbt_s.p50 < fixed.tbt_s.p50 and result.ttft_s.p99 < 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"slo_ttft_ms": None}, "give --slo-ttft-ms and --slo-tbt-ms"),
+        ({"pipelining": "rotational"}, "lanes in fixed order"),
+        ({"prefill": CATALOGUE["h100"], "prefill_workers": 1}, "the same kind"),
+        ({"tensor_parallel": 2}, "give multiples"),
+        ({"prefill_bounds": (4, 4)}, "leave some to decode"),
+    ],
+)
+def test_roles_that_cannot_change_are_an_error(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        replace(of_roles(0, prefill_bounds=(1, 3)), **changes)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
