@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Iterator
 from functools import cache
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
@@ -105,6 +106,16 @@ def print_text(text: str, style: str = "", end: str = "", console: Console | Non
     """Print text verbatim: not wrapped, not parsed as markup, tabs kept."""
     console = console or output()
     console.print(Segments([Segment(text + end, Style.parse(style))]), soft_wrap=True, end="")
+
+
+def print_sentence(text: str, style: str = "") -> None:
+    """Print an indented sentence, which wraps between words on a terminal. Commands are to be pasted and never wrap."""
+    console = output()
+    if console.is_terminal and not text.startswith("lamina "):
+        text = fill(text, console.width - 1, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+        print_text(f"{text}\n", style)
+    else:
+        print_text(f"  {text}\n", style)
 
 
 def show_size(nbytes: float) -> str:

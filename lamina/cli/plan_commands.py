@@ -87,13 +87,13 @@ def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -
 
 def launch_command(way: "Way", shape: "ModelShape", model: str, batch: str) -> str:
     """Return the `lamina launch` command that starts a way. ``batch``: its options for sequences and rows."""
-    from lamina.planning.plan.model_shapes import directory_to_launch
+    from lamina.planning.plan.model_shapes import model_to_launch
     from lamina.planning.plan.ways import Partition
 
     compute, *memory = _launch_kinds(way)
     order = f" --lanes {way.lanes} --pipelining {'rotational' if way.rotates else 'fixed'}" if memory else ""
     return (
-        f"lamina launch --model {shlex.quote(directory_to_launch(model))} --compute {compute}:{way.compute_workers} "
+        f"lamina launch --model {shlex.quote(model_to_launch(model))} --compute {compute}:{way.compute_workers} "
         f"--memory {f'{memory[0]}:{way.memory_workers}' if memory else 'local'}{order}"
         + (f" --tensor-parallel {way.tensor_parallel}" if way.tensor_parallel > 1 else "")
         + (" --partition head" if way.partition is Partition.HEAD else "")

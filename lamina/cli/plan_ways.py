@@ -74,7 +74,7 @@ def _print(
     found: int,
     candidates: "Sequence[Way]",
 ) -> None:
-    from lamina.cli.console import output, print_table, print_text
+    from lamina.cli.console import output, print_sentence, print_table, print_text
 
     slo = server.slo
     title = f"{server.shape.name}, {server.workload.name}: the best of {found} ways that fit, of {len(candidates)}"
@@ -87,11 +87,11 @@ def _print(
     )
     print_text("Recommended\n", style="bold")
     for line in [*advice(trials, _offloads(candidates)), agreement(trials)]:
-        print_text(f"  {line}\n")
+        print_sentence(line)
     if trace is not None:
-        print_text(f"  {simulate_line(course, trials[0], model, trace)}\n")
+        print_sentence(simulate_line(course, trials[0], model, trace))
     for line in server.prices.warnings(server.models, date.today()):
-        print_text(f"  {line}\n", style="yellow")
+        print_sentence(line, style="yellow")
     sequences = course.deployment(trials[0].capacity).max_num_seqs
     for line in [
         *launching(trials[0], server.shape, model, sequences),
@@ -99,7 +99,7 @@ def _print(
         *untried(server.shape, trials[0].way.compute.kind),
         *notes,
     ]:
-        print_text(f"  {line}\n", style="dim")
+        print_sentence(line, style="dim")
     narrow = output().is_terminal and output().width < _WIDE
     rows: dict[bool, list[tuple[str, ...]]] = {True: [], False: []}
     for trial in trials:
@@ -128,7 +128,7 @@ def table_of(
     from rich.table import Table
 
     table = Table(title=title, caption=caption, caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("way to serve", max_width=12 if narrow else None)
+    table.add_column("way to serve", max_width=26 if narrow else None)
     for heading in _stacked(tuple(one.replace(" ", "\n") for one in HEADINGS), ",\n") if narrow else HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)
     for label, group in (("", rows), ("Other systems:", others)):
@@ -192,8 +192,9 @@ def serves(trial: "Trial") -> str:
     return (
         f"It serves {trial.requests_s:.2f} requests/s for ${trial.capacity.usd_per_hour:.2f}/h: "
         f"${1000 * trial.usd_per_request:.2f} for 1,000 requests, ${trial.usd_per_million_in:.2f} for a million "
-        f"tokens in and ${trial.usd_per_million_out:.2f} out; the search is within {trial.error:.0%}; the model of "
-        f"kernels and engine was within {MODEL_ERROR:.0%} on nine in ten of the services that it was compared with."
+        f"tokens in and ${trial.usd_per_million_out:.2f} out. The load found is within {trial.error:.0%} of the "
+        f"simulator's highest; predicted throughput was within {MODEL_ERROR:.0%} of that measured in nine of ten "
+        "services."
     )
 
 

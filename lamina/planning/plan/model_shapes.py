@@ -335,14 +335,29 @@ MODELOPT = "hf_quant_config.json"
 """File of a model directory that says how NVIDIA's ModelOpt quantised the weights; its config.json may not."""
 
 
-def directory_to_launch(model: str) -> str:
-    """Return the ``lamina launch --model`` argument of a planned model; a placeholder if its directory is unknown."""
+HUB = {
+    "Llama-2-7B": "meta-llama/Llama-2-7b-hf",
+    "Llama-2-13B": "meta-llama/Llama-2-13b-hf",
+    "Llama-2-70B": "meta-llama/Llama-2-70b-hf",
+    "Llama-3-8B": "meta-llama/Meta-Llama-3-8B",
+    "Llama-3-70B": "meta-llama/Meta-Llama-3-70B",
+    "Mixtral-8x7B": "mistralai/Mixtral-8x7B-v0.1",
+    "Qwen3-30B-A3B": "Qwen/Qwen3-30B-A3B",
+    "Qwen3-32B": "Qwen/Qwen3-32B",
+}
+"""Names on the Hugging Face Hub of models in ``KNOWN`` that ``lamina launch`` reads."""
+
+
+def model_to_launch(model: str) -> str:
+    """Return the ``lamina launch --model`` argument of a planned model: its directory, or its name on the hub; a
+    placeholder if neither is known."""
     path = Path(model).expanduser()
     if path.is_dir():
         return model
     if path.is_file() and path.name == CONFIG:
         return str(path.parent)
-    return f"PATH_TO_{find(model).name}"
+    name = find(model).name
+    return HUB.get(name, f"PATH_TO_{name}")
 
 
 def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:

@@ -21,10 +21,11 @@ TURNOVERS = 10
 """A run has so many times as many requests as decode at once, between FEWEST and MOST. With 4, runs ended before a
 queue broke the SLO on TTFT, and requests that took longer than half of the run looked like a growing queue."""
 
-LEAST_TURNOVERS = 2.5
+LEAST_TURNOVERS, LEAST_REQUESTS = 2.5, 100
 RUN_STEPS, WAY_STEPS = 8_000, 40_000
-"""Steps of a run, and of all runs of a way, above which runs get fewer requests, down to LEAST_TURNOVERS, and the
-search fewer runs: outputs of thousands of tokens would otherwise take minutes. ``Trial.error`` then is larger."""
+"""Steps of a run, and of all runs of a way, above which runs get fewer requests, down to LEAST_TURNOVERS and
+LEAST_REQUESTS, and the search fewer runs, down to LEAST_ROUNDS: outputs of thousands of tokens would otherwise take
+minutes. ``Trial.error`` then is larger."""
 
 STEP_UP = 1.25
 TOLERANCE = 0.04
@@ -41,7 +42,7 @@ The load that holds depends on how many there are: with fewer, queues have no ti
 WORSE = 3.0
 """Ways whose requests cost more than so many times those of the cheapest simulated so far are given up."""
 
-ROUNDS = 8
+LEAST_ROUNDS, ROUNDS = 4, 8
 SEED = 1
 
 
@@ -139,11 +140,11 @@ class Course:
             return min(len(self._trace), max(MOST_REPLAYED, self._turnovers * capacity.batch // 2))
         needed = max(FEWEST, self._turnovers * capacity.batch)
         affordable = RUN_STEPS / self._steps_of_request(capacity)
-        return int(min(MOST, needed, max(affordable, LEAST_TURNOVERS * capacity.batch)))
+        return int(min(MOST, needed, max(affordable, LEAST_REQUESTS, LEAST_TURNOVERS * capacity.batch)))
 
     def rounds(self, capacity: Capacity) -> int:
         """Return the most runs of a search for the highest load."""
-        return max(2, min(ROUNDS, int(WAY_STEPS / self.steps(capacity))))
+        return max(LEAST_ROUNDS, min(ROUNDS, int(WAY_STEPS / self.steps(capacity))))
 
     def steps(self, capacity: Capacity) -> float:
         """Return the approximate number of steps of a run."""

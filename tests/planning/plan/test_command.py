@@ -44,7 +44,7 @@ def plan(line: str) -> str:
 
 def test_a_plan_says_what_to_launch_and_what_it_waits_for() -> None:
     printed = plan(f"{PAIR} --budget 44.24")
-    assert "lamina launch --model PATH_TO_Llama-3-70B --compute h100:2 --memory h20:4" in printed
+    assert "lamina launch --model meta-llama/Meta-Llama-3-70B --compute h100:2 --memory h20:4" in printed
     assert "Bottleneck: compute" in printed
     assert "8 h20 instead of 4:" in printed
     assert "supports" not in printed
@@ -76,7 +76,7 @@ def test_the_advised_line_is_one_that_launch_takes(arguments: str, compute: str,
     result = json.loads(plan(f"{arguments} --json"))
     for one in (result["recommended"], *result["front"]):
         settings = parsed(one["launch"])
-        assert settings["model"] == f"PATH_TO_{result['model']}"
+        assert settings["model"] == model_shapes.HUB.get(result["model"], f"PATH_TO_{result['model']}")
         assert settings["compute"] == f"{compute.split(':', maxsplit=1)[0]}:{one['compute']['workers']}"
         assert settings["memory"] == f"{memory.split(':', maxsplit=1)[0]}:{one['memory']['workers']}"
         degree, replicas = one["compute"]["tensor_parallel"], one["compute"]["replicas"]
@@ -93,15 +93,15 @@ def test_the_advised_line_is_one_that_launch_takes(arguments: str, compute: str,
     assert "lamina launch lacks yet" not in printed
 
 
-def test_the_advised_model_is_a_directory_or_clearly_a_placeholder(tmp_path: Path) -> None:
-    """Launch refuses the names and single files that plan takes."""
+def test_the_advised_model_is_a_directory_a_name_on_the_hub_or_clearly_a_placeholder(tmp_path: Path) -> None:
+    """Launch refuses single files, and plan knows no directory of them."""
     directory = tmp_path / "my model"
     directory.mkdir()
     config = (BUNDLED / "config.json").read_text()
     for file in (directory / "config.json", tmp_path / "shape.json"):
         file.write_text(config)
     for model, launched in (
-        ("llama-3-8b", "PATH_TO_Llama-3-8B"),
+        ("llama-3-8b", "meta-llama/Meta-Llama-3-8B"),
         (str(directory), str(directory)),
         (str(directory / "config.json"), str(directory)),
         (str(tmp_path / "shape.json"), "PATH_TO_shape"),
