@@ -361,11 +361,13 @@ class Leaves:
         del self._leavers[name]
 
     def apply_topology(self, topology: Topology) -> list[str]:
-        """Apply a loss of members. Returns leavers that stay because their pool has no other worker left."""
-        back = []
+        """Apply a loss of members. Returns leavers that stay because no other worker of one of their roles is left."""
+        back, own = [], {member.name: member.roles for member in topology.members}
         for leaver in list(self._leavers.values()):
-            others = [one.name for one in topology.members if one.role == leaver.role and one.name not in self.names]
-            if leaver.stage is LeaveStage.DRAINING and not others and leaver.name in self._leavers:
+            if leaver.stage is not LeaveStage.DRAINING or leaver.name not in self._leavers:
+                continue
+            others = {role for name in own.keys() - self.names for role in own[name]}
+            if not own[leaver.name] <= others:
                 for name in topology.whole_replicas([leaver.name]):
                     del self._leavers[name]
                     back.append(name)

@@ -83,6 +83,7 @@ class Pools:
         self._replacements = Replacements(max_restarts)
         self._turning = dict[str, Pool]()  # members that change their role, and the pool that they are to be in
         self._moving = set[str]()  # leaving members whose replacements were started
+        self._offers = list[Wish]()  # wishes to join that were too few for a replica, or waited for a vacancy
         self._turning |= self._planner.unfinished_turns()
         self._resume_leaves()
         for pool in topology.sizes:
@@ -125,12 +126,17 @@ class Pools:
         relative = {pool: change.from_size(sizes[pool]) for pool, change in changes.items()}
         plan = self._planner.plan({pool: change for pool, change in relative.items() if change.count})
         self._leaves.validate_leave(plan.leaving, self.topology)
+        for pool, change in changes.items():
+            if change.is_size:
+                self._planner.require_least(pool, change.count)
+        for pool, change in changes.items():
+            self.wanted[pool] = change.count if change.is_size else self.wanted[pool] + change.count
+            if change.is_size:  # without the workers that may come from other machines for lost ones
+                self._replacements.drop_vacancies(pool)
         if not plan.workers:
             resize.future.set_result([])
             return
         resize.left = plan.workers
-        for pool, change in changes.items():
-            self.wanted[pool] = change.count if change.is_size else self.wanted[pool] + change.count
         self._turning |= plan.turning
         for name in (*plan.turning, *plan.leaving):
             self._resizes[name] = resize
@@ -184,9 +190,11 @@ class Pools:
     def leaving(self, pool: Pool) -> int:
         """Return how many members of a pool are leaving."""
         names = self._leaves.names
-        return sum(
-            member.name in names and self.topology.pool_of(member.name) == pool for member in self.topology.members
-        )
+        return sum(member.name in names and self._pool_to_be(member.name) == pool for member in self.topology.members)
+
+    def _pool_to_be(self, name: str) -> Pool:
+        """Return the pool of a member, once it has changed its role where it is to."""
+        return self._turning.get(name) or self.topology.pool_of(name)
 
     # -- losses
 
@@ -220,7 +228,7 @@ class Pools:
                 workers die is going on, or the engine has ended them because of the loss of others.
         """
         members = {member.name: member for member in self.topology.members}
-        pools = {name: self._turning.get(name) or self.topology.pool_of(name) for name in members}
+        pools = {name: self._pool_to_be(name) for name in members}
         replicas = {name: replica for replica in self.topology.replicas for name in replica}
         replaced = set[str]()
         self._fabric.keep_members(topology.names)
@@ -254,26 +262,32 @@ class Pools:
         while (found := self._replacements.pop_vacancy(self._fabric.launcher.waiting, now)) is not None:
             self._start(*found, None)
 
-    def _start_offered(self, pool: Pool, kind: str) -> None:
+    def _start_offered(self, pool: Pool, kind: str) -> bool:
         """Start workers of other machines that want to join, once there are enough for a whole replica.
 
-        Raises ConfigError if this cluster cannot have a prefill pool.
+        Returns False while lost replicas are to have those agents, or too few wait. Raises ConfigError if this cluster
+        cannot have a prefill pool.
         """
         kinds = (kind,) * together(pool, self._pipeline)
         if self._replacements.has_vacancy(pool) or self._fabric.launcher.waiting(pool) < kinds.count(REMOTE):
-            return
+            return False
         if pool == "prefill":
             self._planner.require_roles()
         # Fewer come than the pool is to have where lost workers are not replaced.
         self.wanted[pool] = max(self.wanted[pool], self._coming_size(pool) + len(kinds))
         self._start(pool, kinds, None)
+        return True
 
     def _grant_wishes(self) -> None:
-        """Let workers of other machines join and leave as they wish."""
-        for wish in self._workers.wishes():
+        """Let workers of other machines join and leave as they wish; keep a wish to join while its agent waits."""
+        wishes, self._offers = [*self._offers, *self._workers.wishes()], []
+        for wish in wishes:
             try:
                 if not wish.leaver:
-                    self._start_offered(wish.pool, wish.kind)
+                    kept = sum(one.pool == wish.pool for one in self._offers)
+                    started = self._start_offered(wish.pool, wish.kind)
+                    if not started and kept < self._fabric.launcher.waiting(wish.pool):
+                        self._offers.append(wish)
                 elif wish.leaver in self.topology.names and wish.leaver not in self._leaves.names:
                     self._let_leave(wish)
             except LaminaError as error:
@@ -281,7 +295,7 @@ class Pools:
 
     def _let_leave(self, wish: Wish) -> None:
         """Begin to let a worker of another machine leave. Raises ConfigError if it has to stay."""
-        name, pool = wish.leaver, self.topology.pool_of(wish.leaver)
+        name, pool = wish.leaver, self._pool_to_be(wish.leaver)
         if role_of(pool) == "compute":
             require_single_workers(self._pipeline, "does not move to another machine")
         if wish.moves and name not in self._moving:

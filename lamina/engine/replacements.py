@@ -63,6 +63,10 @@ class Replacements:
         if pool != "memory":
             self._vacant.append((at, pool, kinds))
 
+    def drop_vacancies(self, pool: Pool) -> None:
+        """Forget the lost replicas of a pool that wait for workers of other machines."""
+        self._vacant = [one for one in self._vacant if one[1] != pool]
+
     def pop_due(self, now: float) -> list[tuple[Pool, Kinds]]:
         """Return what is to be started by ``now``."""
         due = [(pool, kinds) for at, pool, kinds in self._due if at <= now]

@@ -136,6 +136,11 @@ class ResizePlanner:
                 f"--max-num-seqs {limits.max_num_batched_tokens} at most to scale prefill"
             )
 
+    def require_least(self, pool: Pool, size: int) -> None:
+        """Raise ConfigError if a pool is to have too few workers to serve, also while all of them are lost."""
+        if size < (least := self._least(pool)):
+            raise ConfigError(f"the {pool} pool must have {least} at least, not {size}")
+
     def _turners(self, changes: Mapping[Pool, PoolChange], leavers: Mapping[Pool, Sequence[str]]) -> dict[str, Pool]:
         """Return the workers that change pools instead of leaving, with their new pool."""
         for grown, shrunk in (COMPUTE_POOLS, COMPUTE_POOLS[::-1]):

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.cluster.conversations import Wish, Workers
-from lamina.cluster.pool import PoolChange
+from lamina.cluster.pool import REMOTE, PoolChange
+from lamina.control.agent_messages import Start
 from lamina.control.liveness import MOST_WAIT_S, WINDOW_S, Restarts
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, TransportError
@@ -75,11 +76,11 @@ def pools_of(
     agents: Sequence[Pool] = (),
     wanted: Mapping[Pool, int] | None = None,
 ) -> Pools:
-    """Return pools whose launcher starts nothing.
+    """Return pools whose launcher starts nothing, but for giving workers to agents.
 
     Args:
         is_drained: Whether memory workers are empty at once.
-        agents: Pools of the agents of other machines that wait for a worker; read whenever the launcher is asked.
+        agents: Pools of the agents of other machines that wait for a worker; a worker that starts removes one.
         wanted: Target sizes of an earlier engine; those of ``topology`` if None.
     """
     if turn is None:
@@ -92,7 +93,15 @@ def pools_of(
     fabric.most_links, fabric.memory_setup.attentions = {}, [Mock(), Mock()]
     fabric.plan.config.prefill, fabric.plan.config.compute = None, f"cpu:{len(topology.computes)}"
     fabric.launcher.default_kind = lambda pool: "cpu"
-    fabric.launcher.waiting = lambda pool: sum(may_run(one, pool) for one in agents)
+    waiting = agents if isinstance(agents, list) else [*agents]
+
+    def start(worker: Start) -> None:
+        offered = next((one for one in waiting if may_run(one, worker.pool)), None)
+        if worker.kind == REMOTE and offered is not None:
+            waiting.remove(offered)
+
+    fabric.launcher.start.side_effect = start
+    fabric.launcher.waiting = lambda pool: sum(may_run(one, pool) for one in waiting)
     control.liveness.awake_s = 0.0
     control.liveness.lost = workers.ended = lambda: {}
     workers.wishes = lambda: wishes
@@ -350,3 +359,78 @@ def test_steps_are_planned_again_when_a_joiner_dies_for_which_they_paused() -> N
     pools._joins._joiners.clear()
     pools.turn(steady=True)
     assert not turn.is_paused
+
+
+def with_remote_replica() -> Topology:
+    """Return two replicas, of which compute1 is of another machine."""
+    return TOPOLOGY.joined([Member("compute1", "compute", "remote", "")], Pipeline(2, 2))
+
+
+def test_no_agent_idles_when_two_apply_while_a_lost_replica_waits_to_be_started_again() -> None:
+    topology, agents, wishes = with_remote_replica(), list[Pool](["compute"]), list[Wish]()
+    pools = pools_of(topology, agents=agents, wishes=wishes)
+    launcher, liveness = cast(Mock, pools._fabric.launcher), cast(Mock, pools._control).liveness
+    gives, launcher.start.side_effect = launcher.start.side_effect, TransportError("no room")
+    pools.on_workers_lost({"compute1": TransportError("killed")}, topology.without(["compute1"]))
+    pools.turn(steady=True)
+    launcher.start.side_effect = gives
+    agents[:], wishes[:] = ["compute"] * 2, [Wish("compute", "remote")] * 2
+    pools.turn(steady=True)
+    wishes.clear()
+    liveness.awake_s = RETRY_S
+    pools.turn(steady=True)
+    assert not agents and pools.coming("compute") == 2 and pools.wanted["compute"] == 3
+
+
+def test_a_size_counts_no_worker_that_may_come_for_a_lost_one() -> None:
+    topology, agents = with_remote_replica(), list[Pool]()
+    pools = pools_of(topology, agents=agents)
+    pools.on_workers_lost({"compute1": TransportError("killed")}, topology.without(["compute1"]))
+    pools.resize({"compute": PoolChange(2, is_size=True)}, Resize())
+    agents[:] = ["compute"]
+    pools.turn(steady=True)
+    assert pools.coming("compute") == 1 and pools.wanted["compute"] == 2
+
+
+def test_a_pool_that_has_the_size_asked_for_gets_no_more_workers_from_the_next_engine() -> None:
+    pools = pools_of(TOPOLOGY, wanted={"prefill": 0, "compute": 1, "memory": 3})
+    pools._replacements.pop_due(0.0)  # an engine that replaces none
+    resize = Resize()
+    pools.resize({"memory": PoolChange(2, is_size=True)}, resize)
+    assert resize.future.result(0) == [] and pools.wanted["memory"] == 2
+
+
+def test_a_pool_whose_workers_are_all_lost_is_not_given_the_size_zero() -> None:
+    pools = pools_of(TOPOLOGY)
+    pools.on_workers_lost({"compute0": TransportError("killed")}, TOPOLOGY.without(["compute0"]))
+    pools._replacements.pop_due(0.0)
+    with pytest.raises(ConfigError, match="the compute pool must have 1 at least, not 0"):
+        pools.resize({"compute": PoolChange(0, is_size=True)}, Resize())
+    assert pools.wanted["compute"] == 1
+
+
+def test_a_worker_that_leaves_while_it_changes_its_role_is_missed_in_no_pool() -> None:
+    computes = tuple(Member(f"compute{number}", "compute", "remote", "") for number in range(3))
+    topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(3, 3))
+    wishes = list[Wish]()
+    pools = pools_of(topology, wishes=wishes)
+    pools.resize({"prefill": PoolChange(1), "compute": PoolChange(-1)}, Resize())
+    assert pools.states == {"compute2": "turning"}
+    wishes[:] = [Wish("compute", "remote", "compute2")]
+    pools.turn(steady=False)
+    wishes.clear()
+    assert {pool: pools._coming_size(pool) for pool in pools.wanted} == pools.wanted
+    for _ in range(2):
+        pools.turn(steady=True)
+    assert pools.topology.sizes == pools.wanted == {"prefill": 0, "compute": 2, "memory": 2}
+
+
+@pytest.mark.parametrize(("lost", "stays"), [("compute2", False), ("compute0", True)])
+@pytest.mark.parametrize("memories", [0, 1])
+def test_a_replica_that_holds_kv_stays_only_if_no_other_is_left(memories: int, lost: str, stays: bool) -> None:
+    members = tuple(Member(f"compute{number}", "compute", "cpu", "", 30) for number in ((0, 1) if stays else range(3)))
+    count = len(members)
+    topology = Topology(FIRST, (*members, *TOPOLOGY.members[1 : 1 + memories]), Pipeline(count, count))
+    leaves = Leaves(Mock(), Mock(), Mock())
+    leaves.begin_leave("compute1", topology)
+    assert leaves.apply_topology(topology.without([lost])) == (["compute1"] if stays else [])
