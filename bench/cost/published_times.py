@@ -137,8 +137,8 @@ def prefill_seconds(fitted: PrefillAttentionFit, device: Hardware, table: Table)
 def read_products(file: Path, dtype: str) -> Products:
     """Return the products of ``dtype``: ``bfloat16`` or ``fp8``. Raises ConfigError like ``read_table``."""
     rows = [row for row in _rows(file, "dtype", "rows", "columns", "depth", "latency_ms") if row["dtype"] == dtype]
-    sizes = (_numbers(file, rows, name) for name in ("rows", "columns", "depth"))
-    return Products(file, *sizes, _numbers(file, rows, "latency_ms") / 1000)
+    count, columns, depth = (_numbers(file, rows, name) for name in ("rows", "columns", "depth"))
+    return Products(file, count, columns, depth, _numbers(file, rows, "latency_ms") / 1000)
 
 
 def read_reductions(file: Path) -> Reduction:

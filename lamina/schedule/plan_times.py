@@ -2,7 +2,8 @@
 
 A request joins a lane with the lane's next plan. If that plan is made as soon as the step before it begins, a request
 whose prompt a prefill lane has just computed waits for the rest of the running step and for the planned one. If the
-plan is made shortly before the running step ends, the request waits for the running step alone.
+plan is made shortly before the running step ends, the request waits for the running step alone. Steps that end early
+wait for their successor then, so that plans are made late only while a prefill lane has a request.
 """
 
 import collections
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 
 from lamina.schedule.pace import LEARN
 
-MARGIN_S = 0.002  # for the engine to wake up, and for a plan to reach its workers
+MARGIN_S = 0.002  # for a plan to be made and to reach its workers
+LATENESS = 3  # times the mean lateness of plans by which plans are due earlier
 
 
 @dataclass(slots=True)
@@ -27,8 +29,8 @@ class _Durations:
 
     @property
     def least_s(self) -> float:
-        """Seconds that most steps take at least; a step that takes less waits ``MARGIN_S`` for the next plan."""
-        return max(0.0, self.mean_s - self.deviation_s - MARGIN_S)
+        """Seconds that most steps take at least."""
+        return max(0.0, self.mean_s - self.deviation_s)
 
 
 class PlanTimes:
@@ -39,9 +41,12 @@ class PlanTimes:
         self._in_flight = collections.Counter[int]()
         self._begun: dict[int, float] = {}  # when the running step of a lane began
         self._ended = collections.Counter[int]()  # steps since the last ``set_time``
+        self._late_s = 0.0  # mean time by which plans came after they were due: the engine may lack a core
 
     def on_planned(self, lane: int, now: float) -> None:
         """Record a step that is sent to its workers."""
+        if (due := self.due(lane)) > self._begun.get(lane, now):
+            self._late_s += LEARN * (max(0.0, now - due) - self._late_s)
         self._in_flight[lane] += 1
         if self._in_flight[lane] == 1:
             self._begun[lane] = now
@@ -63,4 +68,5 @@ class PlanTimes:
         """Return when the next step of a lane is to be planned; -inf if none runs there, or none has ended yet."""
         if not self._in_flight[lane] or lane not in self._durations:
             return -math.inf
-        return self._begun[lane] + self._durations[lane].least_s
+        margin_s = MARGIN_S + LATENESS * self._late_s
+        return self._begun[lane] + max(0.0, self._durations[lane].least_s - margin_s)

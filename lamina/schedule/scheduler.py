@@ -143,6 +143,11 @@ class Scheduler:
         return self._dealer.handovers
 
     @property
+    def runs_prompts_apart(self) -> bool:
+        """True if a lane for prompts has a request, which another lane will decode."""
+        return any(own.running for own in self._lanes if own.role == "prefill")
+
+    @property
     def full(self) -> bool:
         """True if no waiting request fits, and no slot or seat has been freed since the last attempt."""
         return self._admissions.full

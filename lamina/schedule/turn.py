@@ -301,7 +301,9 @@ class Turn:
 
     def _is_early(self, lane: int, now: float) -> bool:
         """Return True if requests may still join the next step of a lane although the plan is made later."""
-        if self._pipeline.role(lane) != "decode" or (due := self._times.due(lane)) <= now:
+        if self._pipeline.role(lane) != "decode" or not self.scheduler.runs_prompts_apart:
+            return False
+        if (due := self._times.due(lane)) <= now:
             return False
         self.next_plan_at = min(self.next_plan_at, due)
         return True

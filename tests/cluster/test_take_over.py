@@ -38,6 +38,7 @@ def test_the_limits_are_those_of_the_start_however_many_replicas_are_left(monkey
     monkeypatch.setattr(launch, "ControlServer", Mock())
     monkeypatch.setattr(launch, "take_over", lambda control, workers, plan, saved: saved)
     assert home.saved is not None
-    _, taken, found = launch._take_over(config, model, Tokenizer(model), home, home.saved, False)
+    _, taken, cluster = launch._take_over(config, model, Tokenizer(model), home, home.saved, False)
     assert taken.limits == limits and taken.compute_setup == plan.compute_setup
+    found: object = cluster  # what the fake above returns
     assert found == saved

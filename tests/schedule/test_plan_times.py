@@ -13,7 +13,7 @@ from lamina.core.steps import StepPlan
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.kv.placement import Placement
 from lamina.schedule.limits import Limits
-from lamina.schedule.plan_times import MARGIN_S
+from lamina.schedule.plan_times import MARGIN_S, PlanTimes
 from lamina.schedule.turn import Turn
 from tests.support.schedules import request
 
@@ -106,6 +106,31 @@ def test_a_request_decodes_in_the_next_step_that_begins_after_its_prompt(jitter:
 def test_the_decoding_replica_hardly_ever_waits_for_a_plan(jitter: float, share: float) -> None:
     workers = run_prompts(Pipeline(2, 2, prefill=1), jitter)
     assert workers.idle_s < share * workers.now
+
+
+def test_no_plan_is_late_while_no_prompt_runs() -> None:
+    workers = run_prompts(Pipeline(2, 2, prefill=1), 0.2)
+    workers.run(workers.now + 1.0)
+    idle_s, begun = workers.idle_s, workers.now
+    workers.run(begun + 2.0)
+    assert workers.idle_s == idle_s and workers.turn.next_plan_at == math.inf
+    assert len(workers.turn.in_flight) == 2
+
+
+def test_plans_are_due_earlier_where_the_engine_wakes_up_late() -> None:
+    """The second plan of each step comes late by a constant: steps take 0.1 s, and plans are due before their end."""
+    due = list[float]()
+    for late_s in (0.0, 0.005, 0.010):
+        times, now = PlanTimes(), 0.0
+        times.on_planned(0, now)
+        for _ in range(100):
+            begun = now
+            times.on_planned(0, max(begun, times.due(0)) + late_s)
+            now = begun + 0.1
+            times.on_step_done(0)
+            times.set_time(now)
+        due.append(round(times.due(0) - now, 6))
+    assert due == [0.1 - MARGIN_S, pytest.approx(0.083, abs=1e-4), pytest.approx(0.068, abs=1e-4)]
 
 
 def test_lanes_that_run_their_own_prompts_plan_their_next_step_at_once() -> None:

@@ -462,7 +462,10 @@ def test_templates_that_read_parts_get_them_as_transformers_gives_them(tmp_path:
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     for count in (1, 2, 3):
         parts = [{"type": "text", "text": f" {n}x "} for n in range(count)]
-        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts[:1]}]
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": parts[:1]},
+        ]
         expected = theirs.apply_chat_template(messages, tokenize=False)
         assert tokenizer.apply_chat_template(messages, False) == expected
         mixed = [{"role": "user", "content": "0x"}, *messages]
@@ -509,7 +512,10 @@ def test_a_message_with_calls_is_continued_by_templates_that_join_their_argument
     )
     tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "assistant", "content": "So"}]
+    messages: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "So"},
+    ]
     assert tokenizer.apply_chat_template(messages, False, None, None, True) == '[f{"a": 1}][So'
 
 

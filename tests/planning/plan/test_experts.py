@@ -58,7 +58,7 @@ def test_experts_touched_by_a_step() -> None:
     weights = np.arange(1, 17) ** -model_shapes.SKEW
     chosen = partial(random.choice, 16, 2, replace=False, p=weights / weights.sum())
     for rows in (1, 4, 30):
-        drawn = [len({int(e) for _ in range(rows) for e in chosen()}) for _ in range(1000)]
+        drawn = [len(np.unique([chosen() for _ in range(rows)])) for _ in range(1000)]
         assert float(experts.touched(rows)) == pytest.approx(np.mean(drawn), rel=0.03)
 
 

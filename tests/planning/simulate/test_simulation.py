@@ -137,10 +137,10 @@ def test_prompts_apart_leave_the_steps_of_others_as_they_are() -> None:
 
 def of_roles(prefill: int, **changes: Any) -> Deployment:
     """Return four A100, of which so many only run prompts at first, and two A100 with KV."""
-    targets = {"slo_ttft_ms": 1000, "slo_tbt_ms": 60, **changes}
-    a100 = {"compute": CATALOGUE["a100"], "memory": CATALOGUE["a100"]}
-    apart = {"prefill": CATALOGUE["a100"], "prefill_workers": prefill} if prefill else {}
-    return Deployment(model=LLAMA, compute_workers=4 - prefill, memory_workers=2, **a100, **apart, **targets)
+    a100 = CATALOGUE["a100"]
+    apart: dict[str, Any] = {"prefill": a100, "prefill_workers": prefill} if prefill else {}
+    changes = {"slo_ttft_ms": 1000, "slo_tbt_ms": 60, **apart, **changes}
+    return Deployment(model=LLAMA, compute=a100, memory=a100, compute_workers=4 - prefill, memory_workers=2, **changes)
 
 
 @pytest.mark.parametrize("prefill", [0, 1])
