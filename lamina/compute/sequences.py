@@ -95,9 +95,13 @@ class Sequences:
             completion.generated, completion.constraint = list(tokens), None
 
     def apply_part(self, plan: StepPlan) -> None:
-        """Apply what a plan that another replica runs moves and releases of this replica's sequences."""
+        """Apply what a plan that another replica runs moves and releases of this replica's sequences.
+
+        Sequences that grow or are forked there are forgotten: they are admitted again before this replica runs them.
+        """
         self._switch(plan)
-        self.forget(plan.released)
+        forked_there, grown_there = (fork.child for fork in plan.forks), (one.sequence for one in plan.grown)
+        self.forget([*plan.released, *forked_there, *grown_there])
 
     def _switch(self, plan: StepPlan) -> None:
         for segment in (segment for switch in plan.switches for segment in switch.segments):

@@ -138,7 +138,7 @@ class ComputeWorker(WorkerLoop):
         if memory is not None and lends:
             puller = Puller(links.fetch, links.arena, links.plan, memory.store)
             self._mail = Mail(links.hub, channels, puller, lanes, may_run, set(names) & channels.keys())
-            self._lender = Lender(control, memory.store, puller, self._mail, self._timeline, connect)
+            self._lender = Lender(control, memory.store, puller, self._mail, self._timeline, links, connect)
         else:
             self._mail = Mail(links.hub, channels, Fetcher(links.fetch, links.arena, links.plan), lanes, may_run)
         self._lanes = [Lane(number) for number in range(lanes)]
@@ -209,7 +209,8 @@ class ComputeWorker(WorkerLoop):
 
     def targets_meanwhile(self) -> list[Target]:
         """Return the doorbells of other replicas' requests, and of what is needed to serve them."""
-        return self._mail.awaited(self._mail.lenders)
+        moving = [] if self._lender is None else self._lender.moving
+        return [*self._mail.awaited(self._mail.lenders), *moving]
 
     def serve_meanwhile(self) -> bool:
         """Serve one cut of another replica's request during a slice; return whether there was one."""
@@ -408,7 +409,8 @@ class ComputeWorker(WorkerLoop):
                 return
             begun = self._timeline.now()
             awaited = {**peers, **dict.fromkeys(self._mail.lenders)}
-            lane = self._receive(awaited, LINKING_SLICE_S if linking else timeout_s, announcements)
+            besides = [*announcements, *(self._lender.moving if self._lender is not None else ())]
+            lane = self._receive(awaited, LINKING_SLICE_S if linking else timeout_s, besides)
             if lane is not None:
                 self._timeline.record_span("wait", lane.number, begun)
         except DeadlineError:  # only the engine ends a step that makes no progress
@@ -419,15 +421,19 @@ class ComputeWorker(WorkerLoop):
         self._sequences.forget(sequences)
         if self._memory is not None:
             self._memory.store.release(sequences)
+        if self._lender is not None:
+            self._lender.release(sequences)
 
     def _apply_plan(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
         check_placements(plan, self._shards)
         if self._lender is not None and self._memory is not None and not self._replica.begins(plan):
-            self._lender.add_steps(self._memory.store.apply(plan))
+            self._lender.apply_plan(plan, self._memory.store.apply(plan))
             self._sequences.apply_part(plan)
             return
         share = None if self._memory is None else self._memory.apply_plan(plan)
+        if self._lender is not None:
+            self._lender.apply_plan(plan)
         self._sequences.apply_plan(plan)
         if not plan.sequences:
             if plan.lane < len(self._lanes):  # else the engine has kept it from a time with more replicas

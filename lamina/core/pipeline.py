@@ -91,6 +91,11 @@ class Pipeline:
         return self.replicas > 1 and any(one.rotates for one in (self.first_arrangement, *self.choices))
 
     @property
+    def moves_local(self) -> bool:
+        """True if KV may move from and to local memory. Heads of several ranks would have to move at once."""
+        return self.lends and self.ranks == 1
+
+    @property
     def announces(self) -> bool:
         """True if the first rank of each stage announces the order of slices to its other ranks.
 

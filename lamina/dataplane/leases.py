@@ -31,7 +31,9 @@ PROOF = 0
 ARRIVED = 1  # one per slot of the lease: a piece of a message has arrived
 FREED = ARRIVED + SLOTS  # one per slot in the peer's arena: freed uses
 FETCHED = FREED + SLOTS  # regions fetched
-DOORBELLS = FETCHED + 1
+STAGED = FETCHED + 1  # pieces of moving segments laid out for the owner
+TAKEN = STAGED + 1  # pieces of moving segments that the peer has fetched
+DOORBELLS = TAKEN + 1
 POOLED_MESSAGES = 4  # messages of the largest size that fit into the pool
 LANDINGS = 4  # most fetches of a worker in flight
 LANDING_NBYTES = 128 << 10  # least size of a landing slot; larger ones would delay messages that wait for a fetch
@@ -198,6 +200,7 @@ class Messages(msgspec.Struct, frozen=True):
         landing: most bytes of one fetch.
         slot_rows: rows that a slot holds.
         sums: bytes of a slot between the ``ranks`` of a replica; 0: there is one rank.
+        lends: whether compute workers attend for other replicas, so that segments may move from and to them.
     """
 
     request: int
@@ -209,6 +212,7 @@ class Messages(msgspec.Struct, frozen=True):
     slot_rows: int
     sums: int = 0
     ranks: int = 1
+    lends: bool = False
 
     def compute_arena(self, computes: int, memories: int, spare: int = 0) -> ArenaPlan:
         """Return the arena of a compute worker with links to all other workers, and ``spare`` more of any kind."""
@@ -216,14 +220,14 @@ class Messages(msgspec.Struct, frozen=True):
         leased = memories * lease_nbytes(self.reply) + others * lease_nbytes(self.context)
         leased += spare * lease_nbytes(max(self.reply, self.context)) + (self.ranks - 1) * lease_nbytes(self.sums)
         pool = POOLED_MESSAGES * self.fetched_from_compute
-        return ArenaPlan(self.landing, False, pool, leased, memories + others + spare + self.ranks - 1)
+        return ArenaPlan(self.landing, self.lends, pool, leased, memories + others + spare + self.ranks - 1)
 
     def memory_arena(self, computes: int, memories: int, spare: int = 0) -> ArenaPlan:
         """Return the arena of a memory worker with links to all other workers, and ``spare`` more of any kind."""
         others = memories - 1
         leased = (computes + spare) * lease_nbytes(self.request) + others * lease_nbytes(0)
         pool = POOLED_MESSAGES * self.fetched_from_memory
-        return ArenaPlan(self.landing, memories + spare > 1, pool, leased, computes + others + spare)
+        return ArenaPlan(self.landing, memories + spare > 1 or self.lends, pool, leased, computes + others + spare)
 
 
 def slot_rows(rows: int, links: int) -> int:
@@ -269,6 +273,7 @@ def messages(
         slot_rows=few,
         sums=SUMS_NBYTES + ORDER_NBYTES if ranks > 1 else 0,
         ranks=ranks,
+        lends=lends,
     )
 
 

@@ -53,7 +53,7 @@ class Placement:
         sequences: by worker: number of sequences that may grow there.
         closed: workers on which no more KV is placed.
         idle: by worker: slots that are not reserved, but hold cached prefixes (``lamina.kv.prefix_cache``).
-        local: compute workers that hold KV, which never moves to or from them.
+        local: compute workers that hold KV.
         others: returns the workers of ``local`` that do not run a lane. A lane may attend to their KV if ``lends``.
         lends: True if replicas with local memory attend for each other.
         crowded: workers whose reserved and idle slots exceed their capacity, so that idle slots must be evicted.
@@ -319,6 +319,11 @@ class Placement:
             if spare > most and spare >= min(LEAST_SEGMENT, self._watermarks[worker]):
                 best, most = worker, spare
         return best
+
+    @property
+    def fixed(self) -> frozenset[str]:
+        """Local memory, if other replicas do not attend to it."""
+        return NOWHERE if self.lends else self.local
 
     def beyond(self, lane: int) -> frozenset[str]:
         """Return the workers of ``local`` to whose KV a lane cannot attend."""

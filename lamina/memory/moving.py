@@ -1,4 +1,4 @@
-"""Moves token ranges of segments between memory workers while their sequences continue to decode.
+"""Moves token ranges of segments between workers that hold KV while their sequences continue to decode.
 
 Both ends learn of a migration from the same plan and cut it into the same pieces, layer by layer. The source gathers a
 piece into a staging slot of its arena and rings; the target fetches the piece, copies it into its slab and rings back,
@@ -26,7 +26,7 @@ from lamina.core.steps import Migration, StepPlan
 from lamina.core.topology import Epoch
 from lamina.dataplane.channel import first_use
 from lamina.dataplane.fetching import FetchPiece
-from lamina.dataplane.leases import ARRIVED, FETCHED, STAGING_SLOTS, ArenaPlan, Lease
+from lamina.dataplane.leases import STAGED, STAGING_SLOTS, TAKEN, ArenaPlan, Lease
 from lamina.dataplane.slot import Outbox, Slot
 from lamina.dataplane.wire import migrated_pieces
 from lamina.memory.pulls import Puller
@@ -58,7 +58,7 @@ class _Move:
 
 
 class Migrations:
-    """The migrations from and to this memory worker, as ``lamina.memory.pulls.GapWork``. Its thread owns it."""
+    """The migrations from and to this worker, as ``lamina.memory.pulls.GapWork``. Its thread owns it."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class Migrations:
     def change(self, leases: Mapping[str, tuple[Lease, Lease]]) -> None:
         """Replace the other memory workers. No migration from or to a removed worker may be active."""
         doorbells = {name: theirs.doorbell for name, (_, theirs) in leases.items()}
-        self._staged = {name: self._outbox(name, Slot(0, 0, bell + ARRIVED)) for name, bell in doorbells.items()}
-        self._taken = {name: self._outbox(name, Slot(0, 0, bell + FETCHED)) for name, bell in doorbells.items()}
-        self._bells = {name: (own.doorbell + ARRIVED, own.doorbell + FETCHED) for name, (own, _) in leases.items()}
+        self._staged = {name: self._outbox(name, Slot(0, 0, bell + STAGED)) for name, bell in doorbells.items()}
+        self._taken = {name: self._outbox(name, Slot(0, 0, bell + TAKEN)) for name, bell in doorbells.items()}
+        self._bells = {name: (own.doorbell + STAGED, own.doorbell + TAKEN) for name, (own, _) in leases.items()}
 
     @property
     def active(self) -> bool:

@@ -66,7 +66,7 @@ class MemoryWorker(WorkerLoop):
         self._hub = links.hub
         self._channels = {name: links.channel(name) for name in connect.computes}
         self._puller = Puller(links.fetch, links.arena, links.plan, store)
-        others = self._others(connect.memories)
+        others = self._others([*connect.memories, *(connect.computes if connect.pipeline.moves_local else ())])
 
         def on_moved(number: int) -> None:
             control.send(Migrated(number))
@@ -190,7 +190,8 @@ class MemoryWorker(WorkerLoop):
         self._doors = [door for door in self._doors if door.channel.name in kept]
         self._early = {door: deadline for door, deadline in self._early.items() if door in self._doors}
         self._doors += [Door(self._channels[name], slot) for slot in range(SLOTS) for name in new]
-        self._migrations.change(self._others(topology.memories))
+        moving = topology.computes if topology.pipeline.moves_local else ()
+        self._migrations.change(self._others([*topology.memories, *moving]))
         self._serving.change_members(self._channels, topology.pipeline, topology.computes)
         self._device_steps.change_channels(self._channels, topology.pipeline, topology.computes)
 

@@ -24,7 +24,7 @@ from lamina.core.requests import Completion, Group
 from lamina.core.segments import by_worker, moved
 from lamina.core.steps import Migration, Switch
 from lamina.core.types import Segment
-from lamina.kv.balancing import HeldTokens, Load, Policy, Proposal, View
+from lamina.kv.balancing import ByBandwidth, HeldTokens, Load, Policy, Proposal, View
 from lamina.kv.placement import AHEAD, Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.kv.prefix_tree import Node, PrefixTree
@@ -154,8 +154,7 @@ class Moves:
         takes = target in placement.capacities and target not in placement.closed
         if not placement.moves or source == target or not takes:
             return 0
-        apart = placement.local.isdisjoint((source, target))  # KV never moves to or from local memory
-        if not apart or not self.may_begin(source):
+        if not placement.fixed.isdisjoint((source, target)) or not self.may_begin(source):
             return 0
         part = self.movable(group, source)
         if part is None or group.searches:
@@ -423,6 +422,8 @@ class Balancing:
     def view(self, groups: Sequence[Group]) -> View:
         """Return the state of the memory pool, with ``groups``, for the policy."""
         placement = self._placement
+        # Local memory reports no time of attention, which this policy compares.
+        left_out = placement.local if isinstance(self._policy, ByBandwidth) else placement.fixed
         reads = dict.fromkeys(placement.capacities, 0)
         held: list[HeldTokens] = []
         for group in groups:
@@ -447,7 +448,7 @@ class Balancing:
                 worker not in placement.closed,
             )
             for worker, capacity in placement.capacities.items()
-            if worker not in placement.local
+            if worker not in left_out
         }
         return View(loads, [one for one in held if one.worker in loads], self._dense.at)
 

@@ -197,9 +197,11 @@ class Recipients:
             self._admit(admission, replicas)
             add(self._known[admission.sequence].homes, "admitted", admission)
         for segment in plan.grown:
-            before, (first, _) = self._known[segment.sequence].segments, segment.tokens
+            known, (first, _) = self._known[segment.sequence], segment.tokens
+            before = known.segments
             ended = [one.worker for one in before if one.tokens[1] is None or one.tokens[1] > first]
-            add(dict.fromkeys([*ended, segment.worker]), "grown", segment)
+            ran = [worker for worker in known.homes if worker in known.computes]  # must not run it as it was
+            add(dict.fromkeys([*ended, segment.worker, *ran]), "grown", segment)
             self._place(segment.sequence, grown(before, segment), replicas, now)
         if plan.grown:
             self._decoding.pop(plan.lane, None)
@@ -256,8 +258,12 @@ class Recipients:
 
     def _fork(self, fork: Fork, replicas: tuple[str, ...], now: float) -> None:
         segments = forked(self._known[fork.parent].segments, fork.child, fork.tokens)
-        if fork.child in self._known:
+        if (known := self._known.get(fork.child)) is not None:
+            stale = known.computes.intersection(known.homes).difference(replicas)  # compute workers with local memory
             self._place(fork.child, segments, replicas, now)
+            known.computes -= stale
+            for worker in stale.difference(known.homes):
+                self._forget(worker, fork.child, now)
         else:  # a cached prefix, or admitted with the same plan
             self._known[fork.child] = _Known(segments)
 

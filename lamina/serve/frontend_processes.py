@@ -91,6 +91,7 @@ class _Process:
     exited: int  # a descriptor that is readable once the process has exited
     name: str = ""  # given when the engine runs
     ready: bool = False  # the process accepts connections, as ``read_output`` has found
+    killed: str = ""  # why it was killed, if it was
 
     def read_output(self) -> bytes:
         """Return what the process has written since the last call: see ``lamina.serve``."""
@@ -213,8 +214,8 @@ class FrontendProcesses:
             supervisor.kill_engine()
         for process in self._running:
             why = supervisor.lost_frontends.pop(process.name, None) or silent.get(process.name)
-            if why is not None and process.popen.poll() is None:
-                log.warning("%s is ended: %s", process.name, why)
+            if why is not None and not process.killed and process.popen.poll() is None:
+                process.killed = f"it was ended: {why}"
                 process.popen.kill()
         for process in self._ended():
             self._running.remove(process)
@@ -222,7 +223,7 @@ class FrontendProcesses:
             if process.popen.returncode == ENGINE_STOPPED:  # the supervisor may learn of it later
                 continue
             supervisor.on_frontend_exit(process.name)
-            how, now = describe_exit(process.popen), time.monotonic()
+            how, now = process.killed or describe_exit(process.popen), time.monotonic()
             log.warning("%s: %s; its requests are cancelled, and another takes its place", process.name, how)
             self._ends.append(now)
             if len(self._ends) == MOST_ENDS and now - self._ends[0] < ENDS_S:

@@ -8,7 +8,7 @@ import pytest
 
 from lamina.config.engine_config import EngineConfig
 from lamina.core.steps import StepPlan
-from lamina.core.types import DType, SamplingParams
+from lamina.core.types import Balance, DType, SamplingParams
 from lamina.launch import launch
 from lamina.schedule.scheduler import Scheduler
 from tests.support.prepared_checkpoints import write_prepared
@@ -45,6 +45,8 @@ BASE: dict[str, Any] = {
 }
 SWITCHES: dict[str, dict[str, Any]] = {
     "sinks, windows, two lanes": {"family": "gpt_oss", "lanes": 2},
+    "local memory of two replicas": {"family": "llama", "compute": "cpu:2", "memory": "local"},
+    "local memory beside memory workers": {"family": "llama", "compute": "cpu:2", "memory": "local,cpu:1"},
     "a bias by position": {"family": "bloom"},
     "replicas, TCP": {"family": "llama", "compute": "cpu:2", "transport": "tcp"},
     "lanes that rotate": {"family": "llama", "compute": "cpu:2", "lanes": 3, "transport": "tcp"},
@@ -52,7 +54,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("switches", sweep(SWITCHES, ["sinks, windows, two lanes"]))
+@pytest.mark.parametrize("switches", sweep(SWITCHES, ["sinks, windows, two lanes", "local memory of two replicas"]))
 def test_sequences_whose_ranges_move_at_random_equal_hugging_face(
     switches: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,3 +78,34 @@ def test_sequences_whose_ranges_move_at_random_equal_hugging_face(
     got = [[part.token_ids for part in output.outputs] for output in outputs]
     assert got == [[tokens] for tokens in expected] + [[tokens] * 2 for tokens in expected]
     assert counts.moves > 20 and len(moved) >= counts.moves
+
+
+LENDING: dict[Balance, tuple[int, list[tuple[int, int, int]]]] = {
+    # One replica runs one sequence, the other one four.
+    "throughput": (4 << 20, [(90, 150, 1), (90, 150, 4)]),
+    # One request nearly fills a replica, so that the short ones run on the other.
+    "ledger": (322_560, [(370, 40, 1), (25, 60, 1), (27, 60, 1), (33, 60, 1)]),
+}
+
+
+@pytest.mark.parametrize("balance", LENDING)
+def test_replicas_lend_local_memory_as_a_policy_proposes(balance: Balance, tmp_path: Path) -> None:
+    nbytes, shapes = LENDING[balance]
+    reference = write_prepared(served("llama", max_position_embeddings=512), tmp_path)
+    draw = random.Random(3)
+    prompts = [[draw.randrange(3, SERVED_VOCABULARY) for _ in range(length)] for length, *_ in shapes]
+    settings = BASE | {"compute": "cpu:2", "memory": "local", "kv_cache_memory_bytes": nbytes, "prefix_cache": False}
+    engine = launch(EngineConfig(model=str(tmp_path), balance=balance, **settings))
+    try:
+        params = [SamplingParams(n=n, temperature=0.0, max_tokens=count, ignore_eos=True) for _, count, n in shapes]
+        outputs = run_all(engine, prompts, params)
+        moved = engine._scheduler.moves.counts
+        wait_until(lambda: not any(one.used for one in engine.stats().memory.values()), "slots stayed in use", 10)
+        assert not any(engine._scheduler.placement.reserved.values())
+    finally:
+        engine.close()
+    expected = [[greedy(reference, prompt, count)] * n for prompt, (_, count, n) in zip(prompts, shapes, strict=True)]
+    assert [[part.token_ids for part in output.outputs] for output in outputs] == expected
+    assert moved.moves > 0
+    holders = [{segment.worker for segment in output.placement} for output in outputs]
+    assert {"compute0", "compute1"} in holders

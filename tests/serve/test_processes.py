@@ -16,6 +16,7 @@ from lamina.models.directory import find
 from lamina.serve.frontend_processes import FrontendProcesses
 from lamina.serve.server import bind, url
 from tests.support.recording_engine import RecordingEngine
+from tests.support.waiting import wait_until
 
 LATE_S = 3.0  # a frontend that has heard of the end of its engine has exited, and another would be starting
 
@@ -66,4 +67,30 @@ def test_frontends_are_not_replaced_once_the_engine_has_stopped_for_good(tmp_pat
         assert processes.names() == [] and served == [200]
     ending.join()
     assert owner.left == [], "a frontend counts as lost"
+    frontends.close()
+
+
+@pytest.mark.slow
+def test_the_log_says_once_why_a_frontend_was_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = RecordingEngine()
+    frontends = Frontends(engine, tmp_path, os.getpid())  # type: ignore[arg-type]
+    owner = LateOwner(engine, frontends)
+
+    def end() -> None:
+        wait_until(lambda: owner.left == ["frontend0"], "the frontend was not ended")
+        owner.dead = "that is all"
+
+    with (
+        bind("127.0.0.1", 0) as listener,
+        FrontendProcesses(ServerConfig(), find(None, weights=False).path, listener) as processes,
+    ):
+        ending = threading.Thread(target=end)
+        ending.start()
+        with pytest.raises(EngineDeadError, match="that is all"):
+            processes.serve(owner, lambda: owner.lost_frontends.update(frontend0="it reads nothing"))
+        ending.join()
+    lines = [message for message in caplog.messages if "frontend0" in message]
+    assert lines == [
+        "frontend0: it was ended: it reads nothing; its requests are cancelled, and another takes its place"
+    ]
     frontends.close()
