@@ -3,39 +3,30 @@
 It serves requests of other replicas, and moves segments from and to other workers.
 
 A compute worker serves such requests between two slices, and in every wait: for replies to its own requests, and for
-other ranks of its replica. Serving itself waits for nothing but the plan of the step, which these waits read too. So
-replicas that attend for each other never wait for each other in a circle.
+other ranks of its replica. It reads plans there too, and a request waits for nothing else. So replicas that attend for
+each other never wait for each other in a circle.
 
 No request is parked (``lamina.memory.watermarks``), since all chunks of a prompt run in one lane with local memory.
 """
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from lamina.compute.mail import Mail, Request
 from lamina.control.messages import REPORT_S, Connect, Migrated, Working
 from lamina.control.sockets import ControlClient
 from lamina.control.timeline import Timeline
-from lamina.core.errors import DeadlineError, WorkerError
+from lamina.core.errors import WorkerError
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Topology
 from lamina.dataplane.leases import Lease
 from lamina.memory.moving import Migrations
 from lamina.memory.pulls import Puller
 from lamina.memory.served_lanes import Door
-from lamina.memory.serving import PLAN_TIMEOUT_S, Serving
+from lamina.memory.serving import Serving
 from lamina.memory.store import KvStore, StepTables
 from lamina.transport.base import Target
 from lamina.worker.links import Links
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    """A request that has not been begun. ``deadline``: when its plan must have arrived."""
-
-    request: Request
-    deadline: float
 
 
 class Lender:
@@ -63,7 +54,7 @@ class Lender:
         self._serving = Serving(
             store, puller, timeline, mail.channels, connect.pipeline, connect.computes, lambda: None
         )
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[Request] = []  # until their plans arrive; the engine ends a step that makes no progress
         self._reported = 0.0
 
     @property
@@ -71,6 +62,11 @@ class Lender:
         """Whether a step of another replica needs this worker, a request waits for its plan, or a segment moves."""
         waits = bool(self._waiting or self._mail.requests or self._migrations.active)
         return waits or any(lane.steps or lane.reply for lane in self._serving.lanes)
+
+    @property
+    def awaits_plan(self) -> bool:
+        """Whether a request has arrived before the plan of its step."""
+        return bool(self._waiting)
 
     @property
     def moving(self) -> list[Target]:
@@ -108,18 +104,19 @@ class Lender:
     def serve(self) -> bool:
         """Serve one cut of a request that ``Mail.receive`` has received, or move one piece; return whether it did.
 
-        Raises PeerLostError; DeadlineError if the plan of a request does not arrive.
+        Raises PeerLostError. Requests begin while others have cuts left, so that they do not wait for a long chunk.
         """
-        now = time.monotonic()
-        while self._mail.requests:
-            self._waiting.append(_Waiting(self._mail.requests.popleft(), now + PLAN_TIMEOUT_S))
+        self._waiting += self._mail.requests
+        self._mail.requests.clear()
         for lane in self._serving.lanes:
             if lane.reply is not None:
                 self._serving.answer(lane)
+        if self._begin_next():
+            return True
         begun = self._serving.begun()
         if begun is None:
-            return self._begin_next(now) or self._move()
-        if now - self._reported >= REPORT_S:
+            return self._move()
+        if (now := time.monotonic()) - self._reported >= REPORT_S:
             self._reported = now
             self._control.send(Working(self._serving.working))
         self._serving.serve_cut(*begun)
@@ -133,18 +130,12 @@ class Lender:
                 return True
         return False
 
-    def _begin_next(self, now: float) -> bool:
-        for waiting in self._waiting:
-            request = waiting.request
+    def _begin_next(self) -> bool:
+        for request in self._waiting:
             if self._serving.has_step(request.arrival.lane):
-                self._waiting.remove(waiting)
+                self._waiting.remove(request)
                 self._begin(request)
                 return True
-            if now > waiting.deadline:
-                raise DeadlineError(
-                    f"no plan for a request of {request.arrival.channel.name} in lane {request.arrival.lane} within "
-                    f"{PLAN_TIMEOUT_S:g} s"
-                )
         return False
 
     def _begin(self, request: Request) -> None:

@@ -61,6 +61,7 @@ from lamina.worker.process import run_worker
 
 IDLE_SLICE_S = 1.0
 WAITING_SLICE_S = 0.05  # how long a worker that waits for messages may leave the end of an epoch unread
+LENT_S = 0.002  # most time between two slices for what other replicas have requested
 LENDING_SLICE_S = 0.001  # the same while other replicas need this worker, which itself may get a plan meanwhile
 
 
@@ -163,6 +164,8 @@ class ComputeWorker(WorkerLoop):
         """Run the slice that is due first, of those that can run; if none can, do other work or wait for messages."""
         while self._unread:
             self._handle(self._unread.popleft())
+        while self._mail.lenders and self._fence.open and (message := self._control.poll()) is not None:
+            self._handle(message)  # perhaps a plan that another replica's request waits for
         if self._recalled:
             self._report_computed()
         if not self._fence.open:
@@ -191,21 +194,32 @@ class ComputeWorker(WorkerLoop):
             self._mail.flush()
 
     def _can_continue(self, lane: Lane, step: StepRun) -> bool:
-        """Return whether the next slice of ``step`` can run at once, and no epoch or member change is pending."""
-        same = bool(lane.steps) and lane.steps[0] is step and not self._is_lending
+        """Return whether the next slice of ``step`` can run at once: no epoch or member change is pending, and no other
+        replica may need this worker."""
+        same = bool(lane.steps) and lane.steps[0] is step and not self._may_lend
         return same and self._can_run(lane) and self._fence.open and not self._newcomers.pending
 
     @property
-    def _is_lending(self) -> bool:
-        return self._lender is not None and self._lender.is_busy
+    def _may_lend(self) -> bool:
+        return self._lender is not None and (bool(self._mail.lenders) or self._lender.is_busy)
 
     def _serve_lent(self) -> bool:
-        """Serve one cut of another replica's request, if one has arrived; return whether there was one."""
-        if self._lender is None or not self._lender.is_busy:
+        """Serve what other replicas have requested, for ``LENT_S`` at most; return whether there may be more."""
+        if self._lender is None or not self._may_lend:
             return False
-        with contextlib.suppress(DeadlineError):
+        end = time.monotonic() + LENT_S
+        while self._receive_lent() or self._lender.serve():
+            if time.monotonic() > end:
+                return True
+        return False
+
+    def _receive_lent(self) -> bool:
+        """Receive what has arrived from other replicas; return whether there was something."""
+        try:
             self._receive(self._mail.lenders, 0.0)
-        return self._lender.serve()
+        except DeadlineError:
+            return False
+        return True
 
     def targets_meanwhile(self) -> list[Target]:
         """Return the doorbells of other replicas' requests, and of what is needed to serve them."""
@@ -400,8 +414,9 @@ class ComputeWorker(WorkerLoop):
             if self._first_ready(active) is not None:  # announced since the last check
                 return
             announcements = self._order.announcements
-        peers, lends = self._missing(active), self._is_lending
-        timeout_s = LENDING_SLICE_S if lends and not peers else WAITING_SLICE_S
+        peers, lends = self._missing(active), self._lender is not None and self._lender.is_busy
+        early = self._lender is not None and self._lender.awaits_plan
+        timeout_s = LENDING_SLICE_S if early or (lends and not peers) else WAITING_SLICE_S
         try:
             linking = self._newcomers.pending
             if not peers and not self._mail.is_waiting and not announcements and not lends:

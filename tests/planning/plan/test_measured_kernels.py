@@ -38,14 +38,16 @@ def totals(file: str, kind: str, kernels_of: str | None = None) -> list[ErrorRow
 
 
 @given(
-    nbytes=st.floats(1e3, 1e12), units=st.integers(1, 10_000), kind=st.sampled_from(["a100", "h100", "h20", "rtx3090"])
+    nbytes=st.floats(1e3, 1e12),
+    units=st.integers(1, 10_000),
+    kind=st.sampled_from(["a100", "h100", "h20", "l40s", "rtx3090"]),
 )
 def test_decoding_reads_no_faster_than_the_memory_and_more_takes_longer(nbytes: float, units: int, kind: str) -> None:
     device = CATALOGUE[kind]
     fit: DecodeAttentionFit = Fits.load(device).decode
     seconds = float(fit.predict_decode(device, nbytes, units))
-    if nbytes > 4 * device.cache_bytes:
-        assert seconds > nbytes / device.memory_bytes_s
+    assert seconds > nbytes / device.memory_bytes_s
+    assert float(fit.predict_decode(device, nbytes, units, repeated=True)) <= seconds
     assert seconds > fit.fixed_s > 1e-6
     assert float(fit.predict_decode(device, 1.5 * nbytes, units)) >= seconds
     assert float(fit.predict_decode(device, nbytes, 2 * units)) >= seconds
@@ -64,6 +66,8 @@ def test_decoding_reads_no_faster_than_the_memory_and_more_takes_longer(nbytes: 
         ("h100_attention_prefill.csv", "h100", None, 0.08),
         ("a100_attention_prefill.csv", "a100", "h100", 0.15),
         ("h100_attention_prefill.csv", "h100", "a100", 0.15),
+        ("l40s_attention_decode.csv", "l40s", None, 0.12),
+        ("l40s_attention_prefill.csv", "l40s", None, 0.12),
     ],
 )
 def test_measured_attention(file: str, kind: str, kernels_of: str | None, median: float) -> None:
@@ -77,6 +81,8 @@ def test_measured_attention(file: str, kind: str, kernels_of: str | None, median
         ("a100_all_reduce_custom.csv", "a100", "fastest kernel", 0.11),
         ("a100_all_reduce_nccl.csv", "a100", "NCCL", 0.09),
         ("l40s_all_reduce_nccl.csv", "l40s", "fastest kernel", 0.20),
+        ("h100_all_reduce_custom.csv", "h100", "fastest kernel", 0.11),
+        ("h100_all_reduce_nccl.csv", "h100", "NCCL", 0.09),
         ("a100_dgx_all_reduce.csv", "a100", "NCCL", 0.15),  # not fitted: another machine, an older NCCL
     ],
 )
@@ -84,6 +90,14 @@ def test_measured_all_reduces(file: str, kind: str, kernel: str, median: float) 
     rows = [row for row in totals(file, kind) if row.operator.startswith(kernel)]
     assert len(rows) == 3
     assert all(row.median < median for row in rows)
+
+
+@pytest.mark.parametrize(("kind", "medians"), [("h100", (0.06, 0.08)), ("l40s", (0.10, 0.11))])
+def test_measured_products(kind: str, medians: tuple[float, float]) -> None:
+    """In 16 bits and in 8-bit floats, whose activations are cast first."""
+    rows = totals(f"{kind}_products.csv", kind)
+    assert [row.operator for row in rows] == ["products in bfloat16", "products in fp8"]
+    assert all(row.median < median and abs(row.bias) < 0.05 for row, median in zip(rows, medians, strict=True))
 
 
 def test_the_sizes_that_vllm_leaves_to_nccl_are_known() -> None:
