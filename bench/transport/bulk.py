@@ -1,11 +1,11 @@
 """Measures decode round trips beside fetches of K and V, against the same round trips alone.
 
-    python -m bench.transport.bulk [--transports shm,tcp] [--bulk prompts migrations] [--rounds 2000] [--json FILE]
+    python -m bench.transport.bulk [--transports shm,tcp] [--bulk prompts moves] [--rounds 2000] [--json FILE]
 
 Two processes run, each on its own core if there are two. The compute side is busy for the time of a slice, then sends a
 request of one layer for 16 rows of a Llama-3-8B and waits for the reply: the round trip. The memory side replies at
 once (attention would take the same time in both cases). In the gaps it fetches prompt chunks with the memory worker's
-own ``Puller``, or sequences of another memory worker with ``Migrations``. The same thread plays the other memory worker
+own ``Puller``, or sequences of another memory worker with ``KvMoves``. The same thread plays the other memory worker
 too, which costs messages more time than in a cluster. Rounds alone and with fetches alternate.
 """
 
@@ -27,7 +27,7 @@ from rich.table import Table
 from lamina.control.messages import MemorySetup
 from lamina.control.secret import Secret, new
 from lamina.core.errors import DeadlineError
-from lamina.core.steps import Admission, DecodeRows, Migration, SequenceStep, StepPlan
+from lamina.core.steps import Admission, DecodeRows, KvMove, SequenceStep, StepPlan
 from lamina.core.topology import FIRST
 from lamina.core.types import AttentionSpec, DType, KvElement, Overlap, SamplingParams, Segment
 from lamina.dataplane.leases import DOORBELLS, LANDING_NBYTES, ArenaPlan, Leases, aligned, lease_nbytes
@@ -35,7 +35,7 @@ from lamina.dataplane.slot import Outbox, Slot
 from lamina.dataplane.transport_choice import Transport
 from lamina.dataplane.wire import reply_nbytes, request_nbytes
 from lamina.memory.device.cpu import Cpu
-from lamina.memory.moving import Migrations, Open
+from lamina.memory.moving import KvMoves, Open
 from lamina.memory.pulls import GapWork, Puller
 from lamina.memory.store import KvStore
 from lamina.planning.profiling.transports import SPINS, make_endpoint
@@ -64,7 +64,7 @@ PLAN = ArenaPlan(
 BETWEEN = Leases(PLAN).lease(0)  # of each memory worker's arena to the other
 AT, BELL = BETWEEN.offset + BETWEEN.nbytes, BETWEEN.doorbell + DOORBELLS
 REQUEST, REPLY = Slot(AT, REQUEST_NBYTES, BELL), Slot(AT, REPLY_NBYTES, BELL)
-BULKS = ("prompts", "migrations")
+BULKS = ("prompts", "moves")
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,9 @@ class Store(KvStore):
         super().keep(layer, slots, content)
 
 
-def plan(
-    admitted: list[Admission], chunks: list[SequenceStep], released: list[int], migrations: list[Migration]
-) -> StepPlan:
+def plan(admitted: list[Admission], chunks: list[SequenceStep], released: list[int], moves: list[KvMove]) -> StepPlan:
     """A step of the lane of prompts in which nothing decodes."""
-    return StepPlan(0, PROMPTS, 0, [], released, admitted, chunks, DecodeRows([], [], []), migrations=migrations)
+    return StepPlan(0, PROMPTS, 0, [], released, admitted, chunks, DecodeRows([], [], []), moves=moves)
 
 
 def begun(worker: str, tokens: int) -> StepPlan:
@@ -174,7 +172,7 @@ class Moves:
         own = self._other_endpoint.connect(endpoint.descriptor(), TIMEOUT_S)
         self.store = Store(MEMORY, MOVED)
         self.puller = Puller(lambda _, fetch: endpoint.fetch(other, fetch), arena, PLAN, self.store)
-        self._migrations = Migrations(
+        self._moves = KvMoves(
             self.store,
             self.puller,
             arena,
@@ -184,13 +182,13 @@ class Moves:
             self._end,
             FIRST,
         )
-        self.gaps: GapWork = self._migrations
+        self.gaps: GapWork = self._moves
         store = Store(OTHER, MOVED)
         store.apply(begun(OTHER, MOVED))
         puller = Puller(lambda _, fetch: self._other_endpoint.fetch(own, fetch), other_arena, PLAN, store)
         outbox: Open = lambda _, slot: Outbox(self._other_endpoint, own, slot)  # noqa: E731
         leases = {MEMORY: (BETWEEN, BETWEEN)}
-        self._other = Migrations(store, puller, other_arena, PLAN, leases, outbox, lambda _: None, FIRST)
+        self._other = KvMoves(store, puller, other_arena, PLAN, leases, outbox, lambda _: None, FIRST)
         self._number, self._is_done = 0, True
 
     def go_on(self) -> None:
@@ -199,11 +197,11 @@ class Moves:
             return
         released = [SEQUENCE] if self._number else []
         self._number, self._is_done = self._number + 1, False
-        migration = Migration(self._number, SEQUENCE, OTHER, MEMORY, 0, MOVED, SEQUENCE)
-        moves = plan([], [], released, [migration])
+        move = KvMove(self._number, SEQUENCE, OTHER, MEMORY, 0, MOVED, SEQUENCE)
+        moves = plan([], [], released, [move])
         self.store.apply(moves)
-        self._migrations.apply(moves)
-        self._other.apply(plan([], [], [], [migration]))
+        self._moves.apply(moves)
+        self._other.apply(plan([], [], [], [move]))
 
     def help(self) -> None:
         """Let the other worker stage a piece, if a staging slot is free."""

@@ -13,14 +13,14 @@ import time
 from collections.abc import Iterable, Sequence
 
 from lamina.compute.mail import Mail, Request
-from lamina.control.messages import REPORT_S, Connect, Migrated, Working
+from lamina.control.messages import REPORT_S, Connect, KvMoved, Working
 from lamina.control.sockets import ControlClient
 from lamina.control.timeline import Timeline
 from lamina.core.errors import WorkerError
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Topology
 from lamina.dataplane.leases import Lease
-from lamina.memory.moving import Migrations
+from lamina.memory.moving import KvMoves
 from lamina.memory.pulls import Puller
 from lamina.memory.served_lanes import Door
 from lamina.memory.serving import Serving
@@ -45,12 +45,10 @@ class Lender:
         self._control, self._mail, self._links = control, mail, links
 
         def on_moved(number: int) -> None:
-            control.send(Migrated(number))
+            control.send(KvMoved(number))
 
         others = self._others([*connect.memories, *connect.computes]) if connect.pipeline.moves_local else {}
-        self._migrations = Migrations(
-            store, puller, links.arena, links.plan, others, links.outbox, on_moved, connect.epoch
-        )
+        self._moves = KvMoves(store, puller, links.arena, links.plan, others, links.outbox, on_moved, connect.epoch)
         self._serving = Serving(
             store, puller, timeline, mail.channels, connect.pipeline, connect.computes, lambda: None
         )
@@ -60,7 +58,7 @@ class Lender:
     @property
     def is_busy(self) -> bool:
         """Whether a step of another replica needs this worker, a request waits for its plan, or a segment moves."""
-        waits = bool(self._waiting or self._mail.requests or self._migrations.active)
+        waits = bool(self._waiting or self._mail.requests or self._moves.active)
         return waits or any(lane.steps or lane.reply for lane in self._serving.lanes)
 
     @property
@@ -71,7 +69,7 @@ class Lender:
     @property
     def moving(self) -> list[Target]:
         """Doorbells of moving segments."""
-        return self._migrations.awaited
+        return self._moves.awaited
 
     def _others(self, names: Iterable[str]) -> dict[str, tuple[Lease, Lease]]:
         return {name: self._links.leases(name) for name in names if self._links.has(name)}
@@ -81,24 +79,24 @@ class Lender:
 
         ``steps``: the parts of another replica's step in this worker's memory, by rank.
         """
-        self._migrations.apply(plan)
+        self._moves.apply(plan)
         self._serving.add_steps(steps)
 
     def release(self, sequences: Sequence[int]) -> None:
         """End the moves of sequences, after the store has forgotten them."""
-        self._migrations.release(sequences)
+        self._moves.release(sequences)
 
     def end_epoch(self, topology: Topology) -> None:
         """Drop all steps and requests, after ``Mail.reset``."""
         self._waiting.clear()
         self._serving.drop_steps()
-        self._migrations.drop(topology.epoch)
+        self._moves.drop(topology.epoch)
         self._serving.change_members(self._mail.channels, topology.pipeline, topology.computes)
 
     def change_members(self, topology: Topology) -> None:
         """Serve the replicas of ``topology``, after ``Mail.change_members``."""
         holders = [*topology.memories, *topology.computes] if topology.pipeline.moves_local else []
-        self._migrations.change(self._others(holders))
+        self._moves.change(self._others(holders))
         self._serving.change_members(self._mail.channels, topology.pipeline, topology.computes)
 
     def serve(self) -> bool:
@@ -123,9 +121,9 @@ class Lender:
         return True
 
     def _move(self) -> bool:
-        for index, (doorbell, number) in enumerate(self._migrations.awaited):
+        for index, (doorbell, number) in enumerate(self._moves.awaited):
             if self._links.arena.sequence(doorbell) >= number:
-                self._migrations.serve(index)
+                self._moves.serve(index)
                 self._mail.request_pieces()
                 return True
         return False

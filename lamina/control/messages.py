@@ -438,8 +438,8 @@ class Working(msgspec.Struct, tag=True, frozen=True):
     lanes: list[int]
 
 
-class Migrated(msgspec.Struct, tag=True, frozen=True):
-    """Memory worker to engine: all KV of migration ``number`` has arrived."""
+class KvMoved(msgspec.Struct, tag=True, frozen=True):
+    """Memory worker to engine: all KV of move ``number`` has arrived."""
 
     number: int
 
@@ -546,7 +546,7 @@ ToEngine = (
     | StepDone
     | SlabUsage
     | Working
-    | Migrated
+    | KvMoved
     | Stored
     | EpochEnded
     | Recalled

@@ -120,10 +120,10 @@ class Fork(msgspec.Struct, array_like=True, frozen=True):
     tokens: int
 
 
-class Migration(msgspec.Struct, array_like=True, frozen=True):
+class KvMove(msgspec.Struct, array_like=True, frozen=True):
     """Memory worker ``target`` pulls K and V of tokens [start, stop) of a sequence from memory worker ``source``.
 
-    It allocates slots for them and reports when all have arrived. ``number`` counts a cluster's migrations from 1.
+    It allocates slots for them and reports when all have arrived. ``number`` counts a cluster's moves from 1.
 
     ``sequence`` is a carrier: it is never run, and holds only these tokens, which are the parent's. At the source it
     shares the parent's slots, so that they stay valid when the parent is released.
@@ -152,7 +152,7 @@ class Switch(msgspec.Struct, array_like=True, frozen=True):
 class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     """One pass of one batch through all slices, in one lane: deltas only.
 
-    Workers apply it in this order: ``switches``, ``forks``, ``released`` sequences are forgotten, ``migrations`` begin,
+    Workers apply it in this order: ``switches``, ``forks``, ``released`` sequences are forgotten, ``moves`` begin,
     ``admitted`` sequences are registered, ``grown`` segments take over from those before them
     (``lamina.core.segments.grown``), ``fetches`` and ``spills`` begin, then ``sequences`` run: those that decode, and
     ``chunks`` of prompts. A plan goes to the compute workers that run its slices; a memory worker gets the part about
@@ -172,7 +172,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     admitted: list[Admission]
     chunks: list[SequenceStep]
     decoding: DecodeRows
-    migrations: list[Migration] = []
+    moves: list[KvMove] = []
     rotates: bool = False
     histories: dict[int, list[int]] = {}
     grown: list[Segment] = []

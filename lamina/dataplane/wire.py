@@ -323,7 +323,7 @@ def pulled_pieces(pulled: Sequence[PulledRows], most: int) -> Iterator[PulledRow
             yield PulledRows(rows.sequence, rows.row + first, count, rows.kv_start, rows.shard)
 
 
-def migrated_pieces(
+def move_pieces(
     attentions: Sequence[AttentionSpec], element: KvElement, tokens: int, most_nbytes: int
 ) -> list[tuple[int, int, int]]:
     """Return the pieces in which ``tokens`` tokens of a segment travel: (layer, first token, last token + 1)."""

@@ -8,7 +8,7 @@ from lamina.cluster.conversations import Workers, failure, silence
 from lamina.control.messages import EpochEnded, Failed
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import DeadlineError, LaminaError, TransportError
-from lamina.core.steps import Migration, StepPlan
+from lamina.core.steps import KvMove, StepPlan
 from lamina.core.topology import Topology
 from lamina.schedule.turn import Turn
 
@@ -92,12 +92,12 @@ def _others(pairs: Collection[tuple[str, str]], worker: str) -> str:
 
 
 PROGRESS_TIMEOUT_S = 120.0  # without progress of any worker on a step; with progress, a step may take any time
-MIGRATION_TIMEOUT_S = 600.0
+MOVE_TIMEOUT_S = 600.0
 POLL_S = 0.1
 
 
 class Watch:
-    """Watches whether workers reply, and whether steps and migrations make progress.
+    """Watches whether workers reply, and whether steps and moves make progress.
 
     Times are ``awake_s`` of the control plane, which does not count pauses of the engine's process.
 
@@ -115,7 +115,7 @@ class Watch:
         self._failures: dict[str, Failed] = {}  # by worker: its message about its own failure
         # By lane: time and worker of the last progress of a step, the least recent first.
         self._progress: dict[int, tuple[float, str]] = {}
-        self._migrations: dict[int, tuple[Migration, float]] = {}  # in progress, with their deadlines
+        self._moves: dict[int, tuple[KvMove, float]] = {}  # in progress, with their deadlines
 
     def apply_topology(self, topology: Topology) -> None:
         """Watch only members of ``topology`` from now on."""
@@ -126,8 +126,8 @@ class Watch:
     def began(self, plan: StepPlan) -> None:
         """Record that a plan is about to be sent."""
         self.progressed([plan.lane], "engine")
-        for migration in plan.migrations:
-            self._migrations[migration.number] = migration, self._control.liveness.awake_s + MIGRATION_TIMEOUT_S
+        for move in plan.moves:
+            self._moves[move.number] = move, self._control.liveness.awake_s + MOVE_TIMEOUT_S
 
     def progressed(self, lanes: Iterable[int], worker: str) -> None:
         """Record that a worker has made progress on steps of these lanes."""
@@ -173,7 +173,7 @@ class Watch:
         return failure(worker, message)
 
     def raise_if_stalled(self) -> None:
-        """Raise TransportError if a step or a migration has made no progress for too long."""
+        """Raise TransportError if a step or a move has made no progress for too long."""
         now = self._control.liveness.awake_s
         if (stuck := self._stuck(now)) is not None:
             step, lane, worker = stuck
@@ -181,14 +181,14 @@ class Watch:
                 f"no worker has made progress on step {step} of lane {lane} for {PROGRESS_TIMEOUT_S:.0f} s; "
                 f"the last was {worker}. Look at the load and the logs of the machines of the other workers"
             )
-        if self._migrations:
+        if self._moves:
             going = set(self._turn.scheduler.moves.numbers)
-            self._migrations = {one: begun for one, begun in self._migrations.items() if one in going}
-        for migration, deadline in self._migrations.values():
+            self._moves = {one: begun for one, begun in self._moves.items() if one in going}
+        for move, deadline in self._moves.values():
             if now > deadline:
                 raise TransportError(
-                    f"{migration.target} did not get tokens {migration.start} to {migration.stop} of sequence "
-                    f"{migration.sequence} from {migration.source} within {MIGRATION_TIMEOUT_S:.0f} s; "
+                    f"{move.target} did not get tokens {move.start} to {move.stop} of sequence "
+                    f"{move.sequence} from {move.source} within {MOVE_TIMEOUT_S:.0f} s; "
                     f"check the network between the two"
                 )
 

@@ -12,7 +12,7 @@ from lamina.control.messages import (
     EndEpoch,
     EpochEnded,
     Failed,
-    Migrated,
+    KvMoved,
     PeerLost,
     SlabUsage,
     Stored,
@@ -175,8 +175,8 @@ class Members:
             self._turn.note_attention(worker, message.busy_s)
         elif isinstance(message, Working):
             self.watch.progressed(message.lanes, worker)
-        elif isinstance(message, Migrated):
-            self._turn.scheduler.migrated(message.number)
+        elif isinstance(message, KvMoved):
+            self._turn.scheduler.on_move_done(message.number)
         elif isinstance(message, Stored):
             self._note_stored(worker, message)
         elif isinstance(message, EpochEnded):

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from lamina.core.errors import PlacementError
 from lamina.core.heads import HeadShards
 from lamina.core.segments import by_sequence, forked, grown, moved, overlaps
-from lamina.core.steps import BLOCK, Fetch, Fork, Migration, StepPlan, Switch
+from lamina.core.steps import BLOCK, Fetch, Fork, KvMove, StepPlan, Switch
 from lamina.core.types import Segment
 from lamina.dataplane.wire import MessageRows, SegmentKey, SegmentRows
 from lamina.memory.device.windows import STEPS_KEPT
@@ -98,11 +98,11 @@ class Holdings:
         for fork in plan.forks:
             self._fork(fork, renew)
         self.release(plan.released)
-        for migration in plan.migrations:
-            if migration.target == self.worker:
-                self._make_slots(migration)
-            elif migration.source == self.worker:
-                self._share_range(migration)
+        for move in plan.moves:
+            if move.target == self.worker:
+                self._make_slots(move)
+            elif move.source == self.worker:
+                self._share_range(move)
         for admission in plan.admitted:
             for sequence, segments in by_sequence(admission.segments).items():
                 self._open(sequence, [segment for segment in segments if segment.worker == self.worker])
@@ -205,11 +205,11 @@ class Holdings:
             if key in self.slab:
                 self.slab.free(key)
 
-    def _make_slots(self, migration: Migration) -> None:
+    def _make_slots(self, move: KvMove) -> None:
         """Allocate slots for tokens that move to this worker. Nothing attends to them before a plan's switch."""
-        key = migration.sequence, 0
+        key = move.sequence, 0
         self.slab.open(key)
-        self.slab.append(key, migration.stop - migration.start)
+        self.slab.append(key, move.stop - move.start)
 
     def _begin_fetch(self, fetch: Fetch) -> None:
         """Allocate slots for blocks fetched from the disk. The plan may have forked the tokens before them."""
@@ -219,16 +219,16 @@ class Holdings:
                 self._open(fetch.child, [Segment(fetch.child, self.worker, fetch.heads, (0, None))])
             self.slab.append(key, len(fetch.blocks) * BLOCK)
 
-    def slots_of(self, migration: Migration) -> Slots:
-        """Return a copy of the slots that a migration reads or writes on this worker: int32 [stop - start]."""
-        return self.slab.slots((migration.sequence, 0)).copy()
+    def slots_of(self, move: KvMove) -> Slots:
+        """Return a copy of the slots that a move reads or writes on this worker: int32 [stop - start]."""
+        return self.slab.slots((move.sequence, 0)).copy()
 
-    def _share_range(self, migration: Migration) -> None:
-        """Let the migration's own segment (the carrier) share the slots of the tokens that it reads."""
-        start, stop, parent = migration.start, migration.stop, migration.parent
+    def _share_range(self, move: KvMove) -> None:
+        """Let the move's own segment (the carrier) share the slots of the tokens that it reads."""
+        start, stop, parent = move.start, move.stop, move.parent
         for first in (segment.tokens[0] for segment in self.segments.get(parent, [])):
             if first <= start and stop <= first + len(self.slab.slots((parent, first))):
-                self.slab.rearrange([], {(migration.sequence, 0): [((parent, first), start - first, stop - first)]})
+                self.slab.rearrange([], {(move.sequence, 0): [((parent, first), start - first, stop - first)]})
                 return
         raise PlacementError(
             f"tokens {start} to {stop} of sequence {parent} cannot move from {self.worker}",

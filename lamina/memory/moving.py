@@ -1,14 +1,14 @@
 """Moves token ranges of segments between workers that hold KV while their sequences continue to decode.
 
-Both ends learn of a migration from the same plan and cut it into the same pieces, layer by layer. The source gathers a
+Both ends learn of a move from the same plan and cut it into the same pieces, layer by layer. The source gathers a
 piece into a staging slot of its arena and rings; the target fetches the piece, copies it into its slab and rings back,
 which frees the staging slot. Both work in the gaps between messages (``lamina.memory.pulls``).
 
-A source runs its migrations one after another, in the order of their numbers, since they share its staging slots.
+A source runs its moves one after another, in the order of their numbers, since they share its staging slots.
 Several sources may send to one target at the same time.
 
-Doorbells count the pieces of all migrations between two workers in an epoch, beginning at ``first_use(epoch)``. The
-migrations' own numbers would not do: an engine that takes over running workers starts these at 1 again.
+Doorbells count the pieces of all moves between two workers in an epoch, beginning at ``first_use(epoch)``. The
+moves' own numbers would not do: an engine that takes over running workers starts these at 1 again.
 
 Both ends forget a sequence when they are told to release it. Pieces that arrive later are discarded, since the slots
 may have other owners. Its staging slots need not be freed: overwriting them damages only discarded pieces.
@@ -22,13 +22,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lamina.core.steps import Migration, StepPlan
+from lamina.core.steps import KvMove, StepPlan
 from lamina.core.topology import Epoch
 from lamina.dataplane.channel import first_use
 from lamina.dataplane.fetching import FetchPiece
 from lamina.dataplane.leases import STAGED, STAGING_SLOTS, TAKEN, ArenaPlan, Lease
 from lamina.dataplane.slot import Outbox, Slot
-from lamina.dataplane.wire import migrated_pieces
+from lamina.dataplane.wire import move_pieces
 from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
 from lamina.transport.base import Arena, Target
@@ -39,16 +39,16 @@ Open = Callable[[str, Slot], Outbox]
 
 @dataclass(eq=False)
 class _Move:
-    """A migration from or to this worker.
+    """A move from or to this worker.
 
     Attributes:
-        before: Doorbell count before the migration's first piece.
+        before: Doorbell count before the move's first piece.
         next: The next piece to stage or fetch; ``len(pieces)`` at a source that waits for the last acknowledgement.
         arrived: Pieces that have arrived, at the target.
         wanted: False if arriving pieces are discarded.
     """
 
-    migration: Migration
+    move: KvMove
     before: int
     slots: npt.NDArray[np.int32]
     pieces: list[tuple[int, int, int]]
@@ -57,8 +57,8 @@ class _Move:
     wanted: bool = True
 
 
-class Migrations:
-    """The migrations from and to this worker, as ``lamina.memory.pulls.GapWork``. Its thread owns it."""
+class KvMoves:
+    """The moves from and to this worker, as ``lamina.memory.pulls.GapWork``. Its thread owns it."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Migrations:
     ) -> None:
         """``leases``: for each other memory worker, this worker's lease to it and its lease to this worker.
 
-        ``on_done`` is called with the number of every migration to this worker whose last piece has arrived.
+        ``on_done`` is called with the number of every move to this worker whose last piece has arrived.
         """
         self._store, self._puller, self._plan, self._on_done = store, puller, plan, on_done
         self._own, self._outbox = store.worker, outbox
@@ -88,7 +88,7 @@ class Migrations:
         self._reached = _counts(epoch)
 
     def change(self, leases: Mapping[str, tuple[Lease, Lease]]) -> None:
-        """Replace the other memory workers. No migration from or to a removed worker may be active."""
+        """Replace the other memory workers. No move from or to a removed worker may be active."""
         doorbells = {name: theirs.doorbell for name, (_, theirs) in leases.items()}
         self._staged = {name: self._outbox(name, Slot(0, 0, bell + STAGED)) for name, bell in doorbells.items()}
         self._taken = {name: self._outbox(name, Slot(0, 0, bell + TAKEN)) for name, bell in doorbells.items()}
@@ -100,47 +100,47 @@ class Migrations:
         return bool(self._moving)
 
     def apply(self, plan: StepPlan) -> None:
-        """Begin and end the migrations of a plan, after the store has applied it."""
+        """Begin and end the moves of a plan, after the store has applied it."""
         self.release(plan.released)
-        for migration in plan.migrations:
-            if self._own in (migration.source, migration.target):
-                self._begin(migration)
+        for move in plan.moves:
+            if self._own in (move.source, move.target):
+                self._begin(move)
 
     def release(self, sequences: Sequence[int]) -> None:
-        """End the migrations of these sequences, after the store has forgotten them."""
+        """End the moves of these sequences, after the store has forgotten them."""
         for sequence in sequences:
             self._drop(sequence)
 
     def _drop(self, sequence: int) -> None:
         self._moving.discard(sequence)
-        self._outgoing = [own for own in self._outgoing if own.migration.sequence != sequence]
+        self._outgoing = [own for own in self._outgoing if own.move.sequence != sequence]
         for coming in self._incoming:
-            coming.wanted = coming.wanted and coming.migration.sequence != sequence
+            coming.wanted = coming.wanted and coming.move.sequence != sequence
         self._incoming = [coming for coming in self._incoming if coming.wanted]
 
-    def _begin(self, migration: Migration) -> None:
-        self._moving.add(migration.sequence)
-        slots = self._store.held.slots_of(migration)
+    def _begin(self, move: KvMove) -> None:
+        self._moving.add(move.sequence)
+        slots = self._store.held.slots_of(move)
         specs = self._store.attentions
-        pieces = migrated_pieces(specs, self._store.element, len(slots), self._plan.landing_nbytes)
-        pair = migration.source, migration.target
+        pieces = move_pieces(specs, self._store.element, len(slots), self._plan.landing_nbytes)
+        pair = move.source, move.target
         before = self._reached[pair]
         self._reached[pair] += len(pieces)
-        moves = self._outgoing if migration.source == self._own else self._incoming
-        moves.append(_Move(migration, before, slots, pieces))
+        moves = self._outgoing if move.source == self._own else self._incoming
+        moves.append(_Move(move, before, slots, pieces))
 
     @property
     def awaited(self) -> list[Target]:
-        """Return the doorbells that allow the next piece of the first outgoing and of every incoming migration."""
+        """Return the doorbells that allow the next piece of the first outgoing and of every incoming move."""
         return [self._free_staging(own) for own in self._outgoing[:1]] + [
-            (self._bells[coming.migration.source][0], coming.before + coming.next + 1)
+            (self._bells[coming.move.source][0], coming.before + coming.next + 1)
             for coming in self._incoming
             if coming.next < len(coming.pieces)
         ]
 
     def _free_staging(self, own: _Move) -> Target:
         ended = own.next == len(own.pieces)
-        doorbell, before = self._bells[own.migration.target][1], own.next - (1 if ended else STAGING_SLOTS)
+        doorbell, before = self._bells[own.move.target][1], own.next - (1 if ended else STAGING_SLOTS)
         return doorbell, 0 if before < 0 else own.before + before + 1
 
     def serve(self, index: int) -> None:
@@ -153,19 +153,19 @@ class Migrations:
             self._fetch(unfetched[index - len(leaving)])
 
     def _lay_out(self, own: _Move) -> None:
-        if own.next == len(own.pieces):  # the next migration may use the staging slots
+        if own.next == len(own.pieces):  # the next move may use the staging slots
             self._outgoing.remove(own)
             return
         layer, first, last = own.pieces[own.next]
         self._store.device.read(layer, own.slots[first:last], self._staging[own.next % STAGING_SLOTS])
-        self._staged[own.migration.target].write_and_ring([], own.before + own.next + 1)
+        self._staged[own.move.target].write_and_ring([], own.before + own.next + 1)
         own.next += 1
 
     def _fetch(self, coming: _Move) -> None:
         layer, first, last = coming.pieces[coming.next]
         nbytes = (last - first) * self._store.attentions[layer].slab_bytes_per_token(self._store.element)
         keep = functools.partial(self._keep, coming, coming.next)
-        self._puller.add_piece(FetchPiece(coming.migration.source, self._plan.staging(coming.next), nbytes, keep))
+        self._puller.add_piece(FetchPiece(coming.move.source, self._plan.staging(coming.next), nbytes, keep))
         coming.next += 1
 
     def _keep(self, coming: _Move, number: int, content: memoryview) -> None:
@@ -173,14 +173,14 @@ class Migrations:
             return
         layer, first, last = coming.pieces[number]
         self._store.device.restore(layer, coming.slots[first:last], content)
-        self._taken[coming.migration.source].write_and_ring([], coming.before + number + 1)
+        self._taken[coming.move.source].write_and_ring([], coming.before + number + 1)
         coming.arrived += 1
         if coming.arrived == len(coming.pieces):
             self._incoming.remove(coming)
-            self._on_done(coming.migration.number)
+            self._on_done(coming.move.number)
 
     def drop(self, epoch: Epoch) -> None:
-        """Abort all migrations, before ``epoch`` begins."""
+        """Abort all moves, before ``epoch`` begins."""
         self._outgoing.clear()
         self._incoming.clear()
         self._moving.clear()

@@ -16,7 +16,7 @@ from lamina.control.messages import (
     Connect,
     Connected,
     EndEpoch,
-    Migrated,
+    KvMoved,
     Recalled,
     Working,
 )
@@ -30,7 +30,7 @@ from lamina.dataplane.wire import piece_nbytes
 from lamina.memory.device import gpu_memory
 from lamina.memory.device_steps import DeviceSteps
 from lamina.memory.disk_tier import Tier
-from lamina.memory.moving import Migrations
+from lamina.memory.moving import KvMoves
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
 from lamina.memory.served_lanes import Door, Lane
 from lamina.memory.serving import PLAN_TIMEOUT_S, Serving
@@ -48,7 +48,7 @@ from lamina.worker.loop import WorkerLoop
 from lamina.worker.process import run_worker
 
 IDLE_SLICE_S = 0.05  # how long an idle worker may leave a control message unread
-MIGRATING_SLICE_S = 0.001  # the same while a sequence moves, which may wait for a plan
+MOVING_SLICE_S = 0.001  # the same while a sequence moves, which may wait for a plan
 PLAN_SLICE_S = 0.001  # how long a worker that waits for a plan may leave a message of the data plane unread
 
 
@@ -69,9 +69,9 @@ class MemoryWorker(WorkerLoop):
         others = self._others([*connect.memories, *(connect.computes if connect.pipeline.moves_local else ())])
 
         def on_moved(number: int) -> None:
-            control.send(Migrated(number))
+            control.send(KvMoved(number))
 
-        self._migrations = Migrations(
+        self._moves = KvMoves(
             store, self._puller, links.arena, links.plan, others, links.outbox, on_moved, connect.epoch
         )
         self._serving = Serving(
@@ -120,7 +120,7 @@ class MemoryWorker(WorkerLoop):
         self._hub.flush()
         doors, targets = self._awaited()
         timeout_s = 0.0 if begun is not None else self._patience_s
-        ready, pulled = self._puller.wait(self._wait, targets, timeout_s, self._migrations, begun is not None)
+        ready, pulled = self._puller.wait(self._wait, targets, timeout_s, self._moves, begun is not None)
         if pulled is not None:
             self._timeline.record_span("pull", pulled, waiting)
             serving.answer(self._lanes[pulled])
@@ -139,7 +139,7 @@ class MemoryWorker(WorkerLoop):
         """Longest wait for messages of the data plane while no request is being served."""
         if self._copies or self._device_steps.is_busy or self._early:
             return 0.0
-        timeout_s = MIGRATING_SLICE_S if self._migrations.active or self._copying else IDLE_SLICE_S
+        timeout_s = MOVING_SLICE_S if self._moves.active or self._copying else IDLE_SLICE_S
         return min(timeout_s, LINKING_SLICE_S) if self._newcomers.pending else timeout_s
 
     @property
@@ -156,13 +156,13 @@ class MemoryWorker(WorkerLoop):
         self._control.send(Recalled(held=self._store.held.lengths))
 
     def _end_epoch(self, message: EndEpoch) -> None:
-        """Drop every step, fetch and migration, and the tokens that they have stored."""
+        """Drop every step, fetch and move, and the tokens that they have stored."""
         topology = message.topology
         self._device_steps.drop()
         for peer in set(self._links.peers) - topology.names:
             self._puller.forget(peer)
         self._puller.drop_all()
-        self._migrations.drop(topology.epoch)
+        self._moves.drop(topology.epoch)
         if self._tier is not None:
             self._tier.drop()
         self._store.truncate(message.kept)
@@ -191,7 +191,7 @@ class MemoryWorker(WorkerLoop):
         self._early = {door: deadline for door, deadline in self._early.items() if door in self._doors}
         self._doors += [Door(self._channels[name], slot) for slot in range(SLOTS) for name in new]
         moving = topology.computes if topology.pipeline.moves_local else ()
-        self._migrations.change(self._others([*topology.memories, *moving]))
+        self._moves.change(self._others([*topology.memories, *moving]))
         self._serving.change_members(self._channels, topology.pipeline, topology.computes)
         self._device_steps.change_channels(self._channels, topology.pipeline, topology.computes)
 
@@ -305,14 +305,14 @@ class MemoryWorker(WorkerLoop):
 
     def _apply_plan(self, plan: StepPlan) -> None:
         shares = self._store.apply(plan)
-        self._migrations.apply(plan)
+        self._moves.apply(plan)
         if self._tier is not None:
             self._tier.apply(plan)
         self._serving.add_steps(shares)
 
     def _release(self, sequences: Sequence[int]) -> None:
         self._store.release(sequences)
-        self._migrations.release(sequences)
+        self._moves.release(sequences)
         if self._tier is not None:
             self._tier.release(sequences)
 

@@ -6,7 +6,7 @@ prompt, which its completions share, or to one completion.
 
 1. ``try_move`` reserves slots on the target, or rejects the move. The next plan creates a *carrier*, a sequence that is
    never run. At the source, the carrier shares the slots of the range; at the target, it gets new slots, which the
-   target fills (``steps.Migration``).
+   target fills (``steps.KvMove``).
 2. When all KV has arrived, the next plan of any lane lets all sequences that share the range use the target
    (``steps.Switch``). Steps planned earlier still read the range at the source, which the carrier keeps.
 3. Once these steps have completed, a plan releases the carrier, and so the slots at the source.
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from lamina.core.requests import Completion, Group
 from lamina.core.segments import by_worker, moved
-from lamina.core.steps import Migration, Switch
+from lamina.core.steps import KvMove, Switch
 from lamina.core.types import Segment
 from lamina.kv.balancing import ByBandwidth, HeldTokens, Load, Policy, Proposal, View
 from lamina.kv.placement import AHEAD, Placement
@@ -52,7 +52,7 @@ class Move:
     """A move in progress of a range of ``group``.
 
     Attributes:
-        number: number of the migration.
+        number: number of the move.
         carrier: number of the carrier's sequence.
         completion: the completion that owns the range, if one does.
         tree: the tree of the prefix cache that owns the range, if one does.
@@ -199,19 +199,19 @@ class Moves:
         if source not in self._placement.closed:
             self._credit -= move.tokens
 
-    def begun(self) -> list[Migration]:
-        """Return the migrations that the next plan begins, each once. Call this last: the plan must not release the
+    def begun(self) -> list[KvMove]:
+        """Return the moves that the next plan begins, each once. Call this last: the plan must not release the
         sequence whose slots a carrier shares."""
         begun, self._begun = self._begun, []
         return [
-            Migration(move.number, move.carrier, move.source, move.target, move.start, move.stop, _parent(move))
+            KvMove(move.number, move.carrier, move.source, move.target, move.start, move.stop, _parent(move))
             for move in begun
         ]
 
     # -- the switch ---------------------------------------------------------------------------------------------
 
     def arrive(self, number: int) -> bool:
-        """Record that all tokens of a migration are at their target. False if it was cancelled."""
+        """Record that all tokens of a move are at their target. False if it was cancelled."""
         if number in self._moves:
             self._moves[number].arrived = True
         return number in self._moves

@@ -29,7 +29,7 @@ _NOTHING: dict[str, Any] = {
     "admitted": [],
     "chunks": [],
     "decoding": DecodeRows([], [], []),
-    "migrations": [],
+    "moves": [],
     "histories": {},
     "grown": [],
     "switches": [],
@@ -189,10 +189,10 @@ class Recipients:
             add(self._known[fork.child].homes, "forks", fork)
         for sequence in plan.released:
             self._release(sequence, replicas, now)
-        for migration in plan.migrations:
-            add((migration.source, migration.target), "migrations", migration)
-            known = self._known[migration.sequence] = _Known([], carries=True)
-            known.memories |= {migration.source, migration.target}
+        for move in plan.moves:
+            add((move.source, move.target), "moves", move)
+            known = self._known[move.sequence] = _Known([], carries=True)
+            known.memories |= {move.source, move.target}
         for admission in plan.admitted:
             self._admit(admission, replicas)
             add(self._known[admission.sequence].homes, "admitted", admission)

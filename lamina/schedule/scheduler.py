@@ -408,14 +408,14 @@ class Scheduler:
         cached_forks, evicted = self.prefixes.changes()
         forks += [*beams.forks, *cached_forks, *disks.forks]
         released += [*beams.released, *evicted, *self.moves.released()]
-        migrations = self.moves.begun()
+        moves = self.moves.begun()
         rows, chunks, prompted = (
             own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
         )
         borrowed = self._dealer.borrow(own, chunks) if fits else None
         own.allowance = self._dealer.rows_left(lane)
         grown, own.grown = self.placement.expand(own.grown), []
-        changes = forks, released, admitted, migrations, grown, switches, disks.spills, disks.fetches
+        changes = forks, released, admitted, moves, grown, switches, disks.spills, disks.fetches
         if not (any(changes) or chunks or rows.sequences):
             # Else the lane stays ready: any plan may free slots, and its next plan frees those of ended requests.
             if fits and not own.has_ended:
@@ -431,7 +431,7 @@ class Scheduler:
             admitted,
             chunks,
             rows,
-            migrations,
+            moves,
             self.rotates,
             histories,
             grown,
@@ -510,8 +510,8 @@ class Scheduler:
         latest_s = seconds / tokens
         self._token_s += (LEARN if self._token_s else 1.0) * (latest_s - self._token_s)
 
-    def migrated(self, number: int) -> None:
-        """Record that all tokens of migration ``number`` have arrived. Does nothing if its sequence has ended."""
+    def on_move_done(self, number: int) -> None:
+        """Record that all tokens of move ``number`` have arrived. Does nothing if its sequence has ended."""
         if self.moves.arrive(number):
             self._ready.wake()
 

@@ -93,7 +93,7 @@ class Turn:
 
     Attributes:
         scheduler: The requests. The driver calls ``validate_request``, ``submit``, ``end_completion``, ``abort`` and
-            ``migrated``; the turn calls all other methods.
+            ``on_move_done``; the turn calls all other methods.
         in_flight: Plans by step, until ``complete``.
         is_paused: Whether no step is planned, see ``pause``.
         busy_s: Seconds that compute workers have spent in slices so far.

@@ -18,7 +18,7 @@ from lamina.compute.exchange import StepExchange
 from lamina.control.messages import MemorySetup
 from lamina.core.errors import DeadlineError, PlacementError
 from lamina.core.segments import forked
-from lamina.core.steps import Admission, DecodeRows, Fork, Migration, SequenceStep, StepPlan
+from lamina.core.steps import Admission, DecodeRows, Fork, KvMove, SequenceStep, StepPlan
 from lamina.core.types import DType, Overlap, SamplingParams, Segment
 from lamina.dataplane.channel import Arrival
 from lamina.dataplane.wire import MessageRows, SegmentRows, pieces
@@ -261,4 +261,4 @@ def test_plans_that_a_worker_would_serve_wrongly_are_refused_and_change_nothing(
     assert (store.slab.used, store.sequences) == (0, 0)
     apply(admitted=[Admission(0, 1, 5, [*cut[:1], Segment(0, "memory1", (0, 4), (3, None))], SamplingParams(), 0)])
     with pytest.raises(PlacementError, match="none has all of them"):
-        apply(migrations=[Migration(1, 7, "memory0", "memory2", 0, 4, 0)])
+        apply(moves=[KvMove(1, 7, "memory0", "memory2", 0, 4, 0)])

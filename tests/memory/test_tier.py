@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lamina.control.messages import MemorySetup
-from lamina.core.steps import BLOCK, DecodeRows, Fetch, Fork, Migration, Spill, StepPlan, Switch
+from lamina.core.steps import BLOCK, DecodeRows, Fetch, Fork, KvMove, Spill, StepPlan, Switch
 from lamina.core.types import AttentionSpec, DType, KvCacheDType, Overlap, Segment
 from lamina.memory.disk_tier import open_tier
 from lamina.memory.store import KvStore
@@ -98,7 +98,7 @@ def test_a_sequence_that_is_released_is_not_copied_on(worker: Worker) -> None:
 def test_a_sequence_that_moves_away_is_not_copied_on(worker: Worker) -> None:
     """Its slots are free once the carrier of the move is released."""
     worker.apply(spills=[Spill(1, "memory0", 1, [0, 1, 2], [0, 1, 2])])
-    worker.apply(migrations=[Migration(1, 9, "memory0", "memory1", 0, BLOCK, 1)])
+    worker.apply(moves=[KvMove(1, 9, "memory0", "memory1", 0, BLOCK, 1)])
     assert worker.tier.work() and worker.tier.active
     worker.apply(switches=[Switch(9, [Segment(1, "memory1", HEADS, (0, BLOCK))])])
     assert worker.done == [(1, False, "")] and not worker.tier.active

@@ -12,7 +12,7 @@ import pytest
 
 from lamina.compute.local_memory import LocalShare
 from lamina.control.messages import MemorySetup
-from lamina.core.steps import Migration, StepPlan
+from lamina.core.steps import KvMove, StepPlan
 from lamina.core.types import AttentionSpec, DType, KvElement, Overlap
 from lamina.kernels.segments import SegmentTable
 from lamina.kv import prefix_cache, prefix_tree
@@ -43,7 +43,7 @@ def eager() -> Iterator[None]:
 
 
 class Forgetting(Moving):
-    """Every memory worker has two stores, of which one forgets. Steps run when they complete, and migrations copy when
+    """Every memory worker has two stores, of which one forgets. Steps run when they complete, and moves copy when
     they are done.
 
     Attributes:
@@ -54,7 +54,7 @@ class Forgetting(Moving):
         super().__init__(*settings)
         self._stores = {memory.name: self._pair(memory.name, memory.slab.capacity) for memory in self.memories}
         self._shares: dict[int, list[tuple[LocalShare, LocalShare]]] = {}
-        self._slots: dict[int, list[tuple[Any, Any]]] = {}  # by migration: of source and target, in each kind of store
+        self._slots: dict[int, list[tuple[Any, Any]]] = {}  # by move: of source and target, in each kind of store
         self._keys: dict[int, list[tuple[int, int]]] = {}  # by step: token and position of its rows
         self._draw = np.random.default_rng(1)
         self._kv = collections.defaultdict[tuple[int, int], npt.NDArray[np.float32]](self._draw_kv)
@@ -82,17 +82,17 @@ class Forgetting(Moving):
         self._shares[plan.step] = shares
         steps = [(self.tokens_of(step.sequence), step) for step in plan.sequences]
         self._keys[plan.step] = [(tokens[at], at) for tokens, step in steps for at in range(step.start, step.stop)]
-        for one in plan.migrations:
+        for one in plan.moves:
             ends = self._stores[one.source], self._stores[one.target]
             slots = [[store[kind].held.slots_of(one) for store in ends] for kind in (0, 1)]
             self._slots[one.number] = [(source, target) for source, target in slots]
 
-    def migrate(self) -> None:
-        if self._migrations:
-            self._copy(self._migrations[self.turn % len(self._migrations)])
-        super().migrate()
+    def finish_move(self) -> None:
+        if self._moves:
+            self._copy(self._moves[self.turn % len(self._moves)])
+        super().finish_move()
 
-    def _copy(self, one: Migration) -> None:
+    def _copy(self, one: KvMove) -> None:
         for kind, (there, here) in enumerate(self._slots.pop(one.number)):
             source, target = self._stores[one.source][kind], self._stores[one.target][kind]
             if (one.sequence, 0) not in target.slab or (one.sequence, 0) not in source.slab:
@@ -130,7 +130,7 @@ class Forgetting(Moving):
         super().end_epoch(number, hold)
         self.scheduler.end_epoch = applied  # type: ignore[method-assign]
         self._slots.clear()
-        self._migrations.clear()
+        self._moves.clear()
         for name, pair in self._stores.items():
             for one in pair:
                 one.truncate(remains[0].kept.get(name, {}))

@@ -16,8 +16,8 @@ def step(under_test: Scheduler) -> StepPlan:
     plan = plan_of(under_test)
     for _, completion in under_test.complete(0).values():
         completion.generated.append(7)
-    for migration in plan.migrations:
-        under_test.migrated(migration.number)
+    for move in plan.moves:
+        under_test.on_move_done(move.number)
     return plan
 
 
@@ -33,7 +33,7 @@ def steps_until_drained(under_test: Scheduler, worker: str) -> list[StepPlan]:
 
 def moved(plans: list[StepPlan]) -> int:
     """Tokens that these plans move."""
-    return sum(migration.stop - migration.start for plan in plans for migration in plan.migrations)
+    return sum(move.stop - move.start for plan in plans for move in plan.moves)
 
 
 def places(under_test: Scheduler, name: str = "0") -> list[dict[str, int]]:
@@ -91,7 +91,7 @@ def test_what_is_cheaper_to_compute_again_or_fits_nowhere_is_dropped(prompt: int
     if prompt == 150:
         assert plan is None, "it waits for room"
     else:
-        assert plan is not None and len(plan.migrations) == 1 - dropped
+        assert plan is not None and len(plan.moves) == 1 - dropped
         assert [segment.worker for one in plan.admitted for segment in one.segments] == ["memory1"] * dropped
 
 

@@ -34,7 +34,7 @@ holds = st.one_of(
     limits=st.sampled_from([LIMITS, MANY]),
     capacity=st.sampled_from([60, 60, 27]),
     longest=st.sampled_from([None, None, 5, 11]),
-    migration_turns=st.integers(1, 6),
+    move_turns=st.integers(1, 6),
     ends=st.dictionaries(st.integers(0, 30), st.tuples(st.integers(0, 2), holds), max_size=6),
     releases=st.sets(st.integers(0, 40), max_size=4),
     joins=st.dictionaries(st.integers(0, 30), st.integers(20, 60), max_size=4),
@@ -52,7 +52,7 @@ holds = st.one_of(
     limits=MANY,
     capacity=60,
     longest=5,
-    migration_turns=4,
+    move_turns=4,
     ends={12: (2, Hold(only=frozenset("13"))), 21: (1, NOBODY)},
     releases=set(),
     joins={},
@@ -70,7 +70,7 @@ def test_whenever_workers_join_leave_and_are_lost_every_request_ends_with_the_sa
     limits: Limits,
     capacity: int,
     longest: int | None,
-    migration_turns: int,
+    move_turns: int,
     ends: dict[int, tuple[int, Hold]],
     releases: set[int],
     joins: dict[int, int],
@@ -88,8 +88,8 @@ def test_whenever_workers_join_leave_and_are_lost_every_request_ends_with_the_sa
         for turn in itertools.count():
             assert turn < 2000, "the scheduler does not come to rest"
             cluster.arrive(turn)
-            if turn % migration_turns == 0:
-                cluster.migrate()
+            if turn % move_turns == 0:
+                cluster.finish_move()
             if turn in drops:
                 cluster.drop(drops[turn])
             if turn in ends:

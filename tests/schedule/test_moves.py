@@ -131,12 +131,12 @@ def test_a_range_moves_while_its_sequences_decode_and_all_that_share_it_switch_i
     (group,) = under_test._residents.holders("memory0")
     assert under_test.moves.try_move(group, "memory0", "memory1", 30) == 30
     plan = step(under_test)
-    (migration,) = plan.migrations
-    assert (migration.start, migration.stop, len(plan.decoding.sequences)) == (0, 30, 2)
+    (move,) = plan.moves
+    assert (move.start, move.stop, len(plan.decoding.sequences)) == (0, 30, 2)
     assert under_test.placement.reserved["memory1"] == 30
     assert not step(under_test).switches, "nothing has arrived"
     ahead = plan_of(under_test)  # this one still reads at the source
-    under_test.migrated(migration.number)
+    under_test.on_move_done(move.number)
     switching = plan_of(under_test)
     (switch,) = switching.switches
     of_requests = [one for one in switch.segments if one.sequence in switching.decoding.sequences]
@@ -160,7 +160,7 @@ def test_a_target_without_room_refuses_and_the_bound_lets_few_tokens_move_per_st
     under_test.placement.will_release("memory1", 90)
     under_test.placement.free_slots("memory1", 90)
     assert under_test.moves.try_move(group, "memory0", "memory1", 30) == 30
-    under_test.migrated(step(under_test).migrations[0].number)
+    under_test.on_move_done(step(under_test).moves[0].number)
     assert step(under_test).switches
     plan_of(under_test)
     assert under_test.moves.try_move(group, "memory0", "memory1", 10) == (10 if 3 * 16 > 30 else 0)
@@ -184,10 +184,10 @@ def test_a_request_that_is_cancelled_at_any_moment_of_a_move_leaves_nothing(when
     under_test.moves.try_move(group, "memory0", "memory1", 30)
     carriers, released = set[int](), set[int]()
     if when != "at once":
-        (migration,) = step(under_test).migrations
-        carriers.add(migration.sequence)
+        (move,) = step(under_test).moves
+        carriers.add(move.sequence)
         if when != "while it is copied":
-            under_test.migrated(migration.number)
+            under_test.on_move_done(move.number)
         if when == "after the switch":
             switching = step(under_test)
             assert switching.switches

@@ -47,7 +47,7 @@ def concerns(plan: StepPlan, tables: StepTables, worker: str, had: Mapping[int, 
     return (
         not tables.rows.empty
         or any(fork.parent in had for fork in plan.forks)
-        or any(worker in (migration.source, migration.target) for migration in plan.migrations)
+        or any(worker in (move.source, move.target) for move in plan.moves)
         or any(segment.worker == worker for admission in plan.admitted for segment in admission.segments)
         or any(segment.worker == worker or ends(had.get(segment.sequence, ()), segment) for segment in plan.grown)
         or any(
@@ -137,7 +137,6 @@ class Told(Driver):
         self.replicas = {name: Replica() for name in self.computes}
         self.all_knowing = Replica()
         self.told = Counter[str]()
-        self.moves = 0
         self.late: dict[int, float] = {}  # released sequences that some memory worker still holds
 
     def come(self, name: str) -> None:
@@ -204,7 +203,6 @@ class Told(Driver):
         if groups:
             source, target = self.chance.sample(list(self.theirs), 2)
             scheduler.moves.try_move(self.chance.choice(groups), source, target, self.chance.randint(1, 20))
-            self.moves = scheduler.moves.counts.moves
 
 
 @example(FIXED, 1, 13, 0.1, 6, "striped", 198851571, 1, SHARE)  # a chunk before the first segment of a worker

@@ -118,7 +118,7 @@ def test_lanes_that_are_not_plannable_have_nothing_to_plan(
         if asked.moves.numbers and random.random() < 0.3:
             number = asked.moves.numbers[0]
             for one in pair:
-                one.migrated(number)
+                one.on_move_done(number)
         if asked.in_flight(lane):
             for one in pair:
                 draw_all(one, lane, requests)

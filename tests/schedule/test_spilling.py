@@ -168,7 +168,7 @@ def spill_at_random(seeds: range) -> Counter[str]:
             capacity=draw.choice([60, 27, 35]),
             memories=draw.randint(1, 3),
             depth=draw.randint(1, 3),
-            migration_turns=draw.randint(1, 6),
+            move_turns=draw.randint(1, 6),
             events=events(draw),
             clients=draw.randint(1, 5),
             share=draw.choice([0, SHARE]),
@@ -273,7 +273,7 @@ def test_nothing_is_fetched_behind_tokens_that_move() -> None:
     assert under_test.moves.try_move(group, "memory0", "memory1", 30) == 30
     under_test.submit(request("next", 49, max_tokens=2))
     assert not under_test.disks.held and under_test.waiting == 1
-    under_test.migrated(step(under_test).migrations[0].number)
+    under_test.on_move_done(step(under_test).moves[0].number)
     assert step(under_test).switches
     under_test.submit(request("another", 49, max_tokens=2))
     assert not under_test.disks.held, "some of what they continue is on the other worker"
@@ -299,7 +299,7 @@ def test_a_prefix_on_several_workers_is_not_copied() -> None:
     under_test.transferred("memory0", spill.number, False, "")
     plan = step(under_test)
     assert [one.sequence for one in plan.spills] == [spill.sequence], "it has not moved yet"
-    under_test.migrated(plan.migrations[0].number)
+    under_test.on_move_done(plan.moves[0].number)
     assert step(under_test).switches
     under_test.transferred("memory0", spill.number + 1, False, "")  # as the worker says once it has the switch
     assert not step(under_test).spills

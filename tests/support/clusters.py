@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lamina.core import steps as spills
 from lamina.core.requests import Completion, Group
-from lamina.core.steps import LAST_DRAWN, Admission, Fetch, Fork, Migration, SequenceStep, StepPlan
+from lamina.core.steps import LAST_DRAWN, Admission, Fetch, Fork, KvMove, SequenceStep, StepPlan
 from lamina.core.types import Request, Segment
 from lamina.memory.slab import Slab
 from lamina.schedule.admission import SHARE
@@ -38,7 +38,7 @@ class MemoryModel:
             self.fork(fork)
         for sequence in plan.released:
             self.forget(sequence)
-        self.migrate(plan.migrations)
+        self.finish_move(plan.moves)
         for admission in plan.admitted:
             for segment in admission.segments:
                 self.begin(segment)
@@ -138,23 +138,23 @@ class MemoryModel:
         if joined:
             self.here[sequence] = {start: stop for start, stop in joined}
 
-    def migrate(self, migrations: list[Migration]) -> None:
-        for migration in migrations:
-            self.carry(migration)
+    def finish_move(self, moves: list[KvMove]) -> None:
+        for move in moves:
+            self.carry(move)
 
-    def carry(self, migration: Migration) -> None:
+    def carry(self, move: KvMove) -> None:
         """Give a carrier slots for its range: those of its parent, or new ones."""
-        if migration.source == self.name:
+        if move.source == self.name:
             ((first, _),) = [
                 (start, stop)
-                for start, stop in self.here[migration.parent].items()
-                if start <= migration.start and migration.stop <= stop
+                for start, stop in self.here[move.parent].items()
+                if start <= move.start and move.stop <= stop
             ]
-            part = (migration.parent or 0, first), migration.start - first, migration.stop - first
-            self.slab.rearrange([], {(migration.sequence, 0): [part]})
-        elif migration.target == self.name:
-            self.slab.open((migration.sequence, 0))
-            self.slab.append((migration.sequence, 0), migration.stop - migration.start)
+            part = (move.parent or 0, first), move.start - first, move.stop - first
+            self.slab.rearrange([], {(move.sequence, 0): [part]})
+        elif move.target == self.name:
+            self.slab.open((move.sequence, 0))
+            self.slab.append((move.sequence, 0), move.stop - move.start)
 
     def forget(self, sequence: int) -> None:
         self.here.pop(sequence, None)
@@ -196,7 +196,7 @@ class Course:
     limits: Limits
     capacity: int
     longest: int | None
-    migration_turns: int
+    move_turns: int
     events: dict[str, dict[int, Any]]
     clients: int = 1
     share: int = SHARE
@@ -217,7 +217,7 @@ def courses(**events: st.SearchStrategy[dict[int, Any]]) -> st.SearchStrategy[Co
         limits=st.sampled_from([LIMITS, MANY]),
         capacity=st.sampled_from([60, 60, 27]),
         longest=st.sampled_from([None, None, 5, 11]),
-        migration_turns=st.integers(1, 6),
+        move_turns=st.integers(1, 6),
         events=st.fixed_dictionaries({"use_lanes": turns(st.integers(1, 3), 4)} | events),
         clients=st.integers(1, 5),
         share=st.sampled_from([0, SHARE]),
@@ -261,7 +261,7 @@ class Cluster:
         self._in_flight: list[list[StepPlan]] = [[] for _ in range(lanes)]
         self._turns = [0] * lanes
         self._computed: dict[int, int] = {}  # tokens whose steps have completed, by sequence
-        self._migrations: list[Migration] = []  # begun and not done
+        self._moves: list[KvMove] = []  # begun and not done
         self._owners: dict[int, tuple[int, int]] = {}  # by sequence: its request and completion
         self._drawn: dict[tuple[int, int], list[int]] = {}  # by request and completion
         self.grown = self.turn = 0
@@ -278,8 +278,8 @@ class Cluster:
         for self.turn in itertools.count():
             assert self.turn < 2000, "the scheduler does not come to rest"
             self.arrive(self.turn)
-            if self.turn % course.migration_turns == 0:
-                self.migrate()
+            if self.turn % course.move_turns == 0:
+                self.finish_move()
             for method, by_turn in course.events.items():
                 if self.turn in by_turn:
                     getattr(self, method)(by_turn[self.turn])
@@ -310,10 +310,10 @@ class Cluster:
         if holders:
             self.scheduler.preempt(holders[number % len(holders)])
 
-    def migrate(self) -> None:
-        """Complete the oldest migration, whether its sequence still exists or not."""
-        if self._migrations:
-            self.scheduler.migrated(self._migrations.pop(0).number)
+    def finish_move(self) -> None:
+        """Complete the oldest move, whether its sequence still exists or not."""
+        if self._moves:
+            self.scheduler.on_move_done(self._moves.pop(0).number)
 
     def arrive(self, turn: int) -> None:
         for index, (prompt, max_tokens, n, _, aborted, arrival) in enumerate(self.requests):
@@ -379,9 +379,9 @@ class Cluster:
                     assert step.tokens == known[step.start : step.stop]
             running = {step.sequence for other in self._in_flight[lane] for step in other.sequences}
             assert not (running | earlier) & {*plan.released}
-            for migration in plan.migrations:
-                assert migration.stop <= self._computed.get(migration.parent, sys.maxsize)
-            self._migrations += plan.migrations
+            for move in plan.moves:
+                assert move.stop <= self._computed.get(move.parent, sys.maxsize)
+            self._moves += plan.moves
             for memory in self.memories:
                 memory.apply(plan)
             for step in plan.sequences:

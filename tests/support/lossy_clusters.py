@@ -170,15 +170,15 @@ class Caching(Losing):
                 assert self._computed[fork.parent] >= fork.tokens
                 self._computed[fork.child] = fork.tokens
                 self.hits += fork.child in self._owners
-        for migration in plan.migrations:
-            part = slice(migration.start, migration.stop) if migration.parent is None else slice(None)
+        for move in plan.moves:
+            part = slice(move.start, move.stop) if move.parent is None else slice(None)
             slots = {
-                memory.name: memory.slab.slots((migration.sequence, 0))[part].tolist()
+                memory.name: memory.slab.slots((move.sequence, 0))[part].tolist()
                 for memory in self.memories
-                if memory.name in (migration.source, migration.target)
+                if memory.name in (move.source, move.target)
             }
-            for source, target in zip(slots[migration.source], slots[migration.target], strict=True):
-                self.contents[migration.target][target] = self.contents[migration.source][source]
+            for source, target in zip(slots[move.source], slots[move.target], strict=True):
+                self.contents[move.target][target] = self.contents[move.source][source]
         placement = self.scheduler.placement
         for memory in self.memories:
             for step in plan.sequences:
@@ -272,10 +272,10 @@ class Moving(Caching):
         for number, tokens in moves:
             self.move(number, tokens)
 
-    def migrate(self) -> None:
-        """One of the migrations is done, not always the oldest."""
-        if self._migrations:
-            self.scheduler.migrated(self._migrations.pop(self.turn % len(self._migrations)).number)
+    def finish_move(self) -> None:
+        """One of the moves is done, not always the oldest."""
+        if self._moves:
+            self.scheduler.on_move_done(self._moves.pop(self.turn % len(self._moves)).number)
 
     def _check(self, plan: StepPlan) -> None:
         self._reading = []
@@ -328,7 +328,7 @@ def random_course(draw: random.Random, lanes: int, longest: int | None, events: 
         limits=draw.choice([LIMITS, MANY]),
         capacity=draw.choice([60, 60, 27]),
         longest=longest,
-        migration_turns=draw.randint(1, 3),
+        move_turns=draw.randint(1, 3),
         events=events,
         clients=draw.randint(1, 5),
         share=draw.choice([0, SHARE]),

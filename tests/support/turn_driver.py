@@ -54,7 +54,7 @@ class Driver:
         self.known: set[int] = set()  # sequences that workers keep
         self.ended = Counter[str]()
         self.live: dict[str, Any] = {}
-        self.migrations: list[int] = []
+        self.moves: list[int] = []
         self.now = 0.0
         self.pause_s = 1.0  # between rounds, at most
 
@@ -113,7 +113,7 @@ class Driver:
             for step in plan.sequences:
                 if step.sequence in owners:
                     assert beyond.isdisjoint(owners[step.sequence][0].workers), "KV out of the lane's reach"
-            self.migrations += [migration.number for migration in plan.migrations]
+            self.moves += [move.number for move in plan.moves]
             self.on_plan(plan)
 
     def on_plan(self, plan: StepPlan) -> None:
@@ -123,8 +123,8 @@ class Driver:
         """What a round of the engine or the simulator does."""
         for _ in range(self.chance.randint(0, 3)):
             self.answer()
-        if self.migrations and self.chance.random() < 0.5:
-            self.turn.scheduler.migrated(self.migrations.pop(0))
+        if self.moves and self.chance.random() < 0.5:
+            self.turn.scheduler.on_move_done(self.moves.pop(0))
         if self.turn.reviews_lanes:
             self.turn.note_attention("memory0", self.now * self.chance.random())
         self.plan()

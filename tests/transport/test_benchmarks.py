@@ -20,7 +20,7 @@ def figures(tmp_path: Path, program: str, *arguments: str) -> Any:
     return json.loads(file.read_text())
 
 
-@pytest.mark.parametrize("bulk", ["prompts", pytest.param("migrations", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bulk", ["prompts", pytest.param("moves", marks=pytest.mark.slow)])
 def test_decode_beside_bulk(tmp_path: Path, bulk: str) -> None:
     (result,) = figures(tmp_path, "bulk", "--transports", "shm", "--bulk", bulk, "--rounds", "100")
     assert 0 < result["alone_p50"] <= result["alone_p99"]

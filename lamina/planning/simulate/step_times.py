@@ -151,7 +151,7 @@ class StepModel(_Model):
             shares=shares,
         )
 
-    def migration_seconds(self, tokens: int) -> float:
+    def move_seconds(self, tokens: int) -> float:
         """Return seconds to move the KV of ``tokens`` tokens from one memory worker to another."""
         return 2 * self.latency_s + tokens * self._layers * self._kept_bytes * self._memory_byte_s
 
@@ -194,6 +194,6 @@ class LocalStepModel(_Model):
             shares=_native.Shares([]),
         )
 
-    def migration_seconds(self, tokens: int) -> float:
+    def move_seconds(self, tokens: int) -> float:
         """Raise AssertionError: with local memory, no KV moves."""
         raise AssertionError(f"{tokens} tokens are to move, but only the compute worker has memory")

@@ -139,7 +139,7 @@ class Simulation:
         self._requests = [_Numbers(_requests) for _ in lanes]
         self._decoding = [_Numbers(self._homes_of) for _ in lanes]
         self._rows: dict[int, int] = {}  # by step in flight
-        self._migrations: list[tuple[float, int]] = []  # a heap: when they end, and their numbers
+        self._moves: list[tuple[float, int]] = []  # a heap: when they end, and their numbers
         self._sources: dict[str, float] = {}  # when each worker has sent all that leaves it
         self._steps = 0
         self._queued_s = self._refused_s = 0.0
@@ -212,7 +212,7 @@ class Simulation:
             arrival = self._arrival_s[self._next]
         if self._next_fault < len(self._faults):
             fault = self._faults[self._next_fault].at_s
-        moved = self._migrations[0][0] if self._migrations else math.inf
+        moved = self._moves[0][0] if self._moves else math.inf
         first = min(arrival, fault, moved, self._turn.next_plan_at)
         return min(first, self._look_at) if first < math.inf or self._turn.in_flight else math.inf
 
@@ -222,8 +222,8 @@ class Simulation:
         while self._next_fault < len(self._faults) and self._faults[self._next_fault].at_s <= now:
             self._strike(self._faults[self._next_fault], now)
             self._next_fault += 1
-        while self._migrations and self._migrations[0][0] <= now:
-            self._scheduler.migrated(heapq.heappop(self._migrations)[1])
+        while self._moves and self._moves[0][0] <= now:
+            self._scheduler.on_move_done(heapq.heappop(self._moves)[1])
         while (
             self._next < len(self._arrival_s)
             and self._arrival_s[self._next] <= now
@@ -356,10 +356,10 @@ class Simulation:
             if self._homes.pop(sequence, None) is not None:  # otherwise it was only a cached prefix, or a carrier
                 del self._segments[sequence]
                 self._split.pop(sequence, None)
-        for migration in plan.migrations:  # a source serves one at a time; it may have been cancelled meanwhile
-            seconds = self._model.migration_seconds(migration.stop - migration.start)
-            end = self._sources[migration.source] = max(now, self._sources.get(migration.source, 0.0)) + seconds
-            heapq.heappush(self._migrations, (end, migration.number))
+        for move in plan.moves:  # a source serves one at a time; it may have been cancelled meanwhile
+            seconds = self._model.move_seconds(move.stop - move.start)
+            end = self._sources[move.source] = max(now, self._sources.get(move.source, 0.0)) + seconds
+            heapq.heappush(self._moves, (end, move.number))
         for admission in plan.admitted:
             self._place(admission.sequence, admission.segments)
         for segment in plan.grown:

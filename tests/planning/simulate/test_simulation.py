@@ -274,9 +274,9 @@ def test_decisions_are_those_of_a_scheduler_driven_by_hand(monkeypatch: pytest.M
             told.append(("complete", (lane, step)))
             return super().complete(lane, step)
 
-        def migrated(self, number: int) -> None:
-            told.append(("migrated", number))
-            super().migrated(number)
+        def on_move_done(self, number: int) -> None:
+            told.append(("moved", number))
+            super().on_move_done(number)
 
         def plan(self, lane: int) -> StepPlan | None:
             plan = super().plan(lane)
@@ -296,8 +296,8 @@ def test_decisions_are_those_of_a_scheduler_driven_by_hand(monkeypatch: pytest.M
     for index, (what, detail) in enumerate(told):
         if what == "add":
             scheduler.submit(detail)
-        elif what == "migrated":
-            scheduler.migrated(detail)
+        elif what == "moved":
+            scheduler.on_move_done(detail)
         elif what == "complete":
             for group, completion in scheduler.complete(*detail).values():
                 completion.generated.append(0)
@@ -318,9 +318,9 @@ def test_kv_that_leaves_a_drained_worker_takes_the_time_of_its_bytes() -> None:
 
     def watch(plan: StepPlan, now: float) -> None:
         submit(plan, now)
-        for migration in plan.migrations:
-            (end, _) = max(simulation._migrations)
-            begun.append((now, end, migration.stop - migration.start))
+        for move in plan.moves:
+            (end, _) = max(simulation._moves)
+            begun.append((now, end, move.stop - move.start))
         if plan.decoding.sequences and not begun and not scheduler.placement.closed:
             scheduler.drain(scheduler.requests[0].home)
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from lamina.control.messages import MemorySetup
 from lamina.core.errors import DeadlineError, PeerLostError
-from lamina.core.steps import Admission, DecodeRows, Fork, Migration, SequenceStep, StepPlan, Switch
+from lamina.core.steps import Admission, DecodeRows, Fork, KvMove, SequenceStep, StepPlan, Switch
 from lamina.core.topology import FIRST, Epoch
 from lamina.core.types import AttentionSpec, DType, KvCacheDType, Overlap, SamplingParams, Segment
 from lamina.dataplane.leases import ArenaPlan, lease_nbytes
 from lamina.dataplane.slot import Outbox, Slot
 from lamina.memory.device import make
-from lamina.memory.moving import Migrations
+from lamina.memory.moving import KvMoves
 from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
 from lamina.transport.base import Endpoint
@@ -40,7 +40,7 @@ class Worker:
     store: KvStore
     endpoint: Endpoint
     puller: Puller
-    migrations: Migrations
+    moves: KvMoves
     done: list[int]
     plans: list[StepPlan]
 
@@ -48,11 +48,11 @@ class Worker:
         """One piece of work at most; False if there was nothing to do."""
         busy = self.puller.can_start
         try:
-            self.endpoint.wait([*self.puller.awaited, *self.migrations.awaited], 0.0)
+            self.endpoint.wait([*self.puller.awaited, *self.moves.awaited], 0.0)
             busy = True
         except (DeadlineError, ValueError):  # nothing rung; nothing awaited
             pass
-        self.puller.wait(self.endpoint.wait, [], 0.0, self.migrations)
+        self.puller.wait(self.endpoint.wait, [], 0.0, self.moves)
         return busy
 
     def read(self) -> None:
@@ -60,7 +60,7 @@ class Worker:
         if self.plans:
             plan = self.plans.pop(0)
             self.store.apply(plan)
-            self.migrations.apply(plan)
+            self.moves.apply(plan)
 
 
 class Pool:
@@ -86,8 +86,8 @@ class Pool:
 
         leases = {peer: (station.leases[peer], stations[peer].leases[station.name]) for peer in station.peers}
         puller = Puller(station.fetch, station.arena, PLAN, store)
-        migrations = Migrations(store, puller, station.arena, PLAN, leases, outbox, done.append, FIRST)
-        self.workers[station.name] = Worker(store, station.endpoint, puller, migrations, done, [])
+        moves = KvMoves(store, puller, station.arena, PLAN, leases, outbox, done.append, FIRST)
+        self.workers[station.name] = Worker(store, station.endpoint, puller, moves, done, [])
 
     def send(self, **deltas: list) -> None:
         """A plan for all workers, which read it when they come to it."""
@@ -167,7 +167,7 @@ def there(sequence: int, worker: str, start: int, stop: int) -> Segment:
 @pytest.mark.parametrize("pool", ["auto", "int8", "fp8"], indirect=True)
 def test_a_range_moves_while_its_sequence_decodes_and_its_old_slots_are_free(pool: Pool) -> None:
     pool.begin(0, "memory0", 17)
-    pool.send(migrations=[Migration(1, 9, "memory0", "memory2", 0, 17, 0)])
+    pool.send(moves=[KvMove(1, 9, "memory0", "memory2", 0, 17, 0)])
     pool.settle()
     assert pool.workers["memory2"].done == [1] and pool.used == [17, 0, 17]
     pool.send(chunks=[SequenceStep(0, 17, [0, 0], [])])  # decoded meanwhile at its old place
@@ -180,7 +180,7 @@ def test_a_range_moves_while_its_sequence_decodes_and_its_old_slots_are_free(poo
     pool.check(0, "memory2", 17)
     pool.check(0, "memory0", 19, 17)
     assert [worker.store.sequences for worker in pool.workers.values()] == [1, 0, 1]
-    assert not any(worker.migrations.active for worker in pool.workers.values())
+    assert not any(worker.moves.active for worker in pool.workers.values())
 
 
 turns = st.lists(st.tuples(st.sampled_from(NAMES), st.booleans()), max_size=120)
@@ -194,7 +194,7 @@ def test_a_range_released_while_it_moves_leaves_nothing_and_spoils_nothing(
     pool = Pool()
     pool.begin(0, "memory0", 17)
     pool.begin(1, "memory0", 15)
-    pool.send(migrations=[Migration(1, 8, "memory0", "memory1", 0, 17, 0)])
+    pool.send(moves=[KvMove(1, 8, "memory0", "memory1", 0, 17, 0)])
     for name, reads in before:
         pool.workers[name].read() if reads else pool.workers[name].gap()
     pool.send(released=[0, 8])
@@ -202,7 +202,7 @@ def test_a_range_released_while_it_moves_leaves_nothing_and_spoils_nothing(
         segment = Segment(2, "memory1", (0, 2), (0, None))
         admission = Admission(2, 1, 12, [segment], SamplingParams(), 0)
         pool.send(admitted=[admission], chunks=[SequenceStep(2, 0, [0] * 12, [])])
-    pool.send(migrations=[Migration(2, 9, "memory0", second, 0, 15, 1)])
+    pool.send(moves=[KvMove(2, 9, "memory0", second, 0, 15, 1)])
     written = False
     for name, reads in after:
         pool.workers[name].read() if reads else pool.workers[name].gap()
@@ -228,13 +228,13 @@ def test_a_range_released_while_it_moves_leaves_nothing_and_spoils_nothing(
     pool.settle()
     assert pool.used == [0, 0, 0]
     for worker in pool.workers.values():
-        assert worker.puller.is_done(-1, 0) and not worker.migrations.active
+        assert worker.puller.is_done(-1, 0) and not worker.moves.active
         worker.endpoint.close()
 
 
 def test_a_peer_that_dies_ends_what_it_had_a_part_in(pool: Pool) -> None:
     pool.begin(0, "memory0", 17)
-    pool.send(migrations=[Migration(1, 9, "memory0", "memory1", 0, 17, 0)])
+    pool.send(moves=[KvMove(1, 9, "memory0", "memory1", 0, 17, 0)])
     for worker in pool.workers.values():
         worker.read()
     for _ in range(3):
@@ -244,29 +244,29 @@ def test_a_peer_that_dies_ends_what_it_had_a_part_in(pool: Pool) -> None:
     dead, left = pool.workers["memory0"], pool.workers["memory1"]
     with pytest.raises(PeerLostError, match="memory0"):
         for _ in range(10):
-            left.puller.wait(left.endpoint.wait, [], 0.0, left.migrations)
+            left.puller.wait(left.endpoint.wait, [], 0.0, left.moves)
     left.puller.forget("memory0")
-    left.migrations.drop(FIRST.next)
-    assert not left.migrations.awaited and not left.puller.awaited and not left.puller.can_start
+    left.moves.drop(FIRST.next)
+    assert not left.moves.awaited and not left.puller.awaited and not left.puller.can_start
     assert dead.store.slab.used == 17
 
 
 @given(gaps=turns)
-def test_another_engine_that_takes_over_numbers_migrations_from_1_again(gaps: list) -> None:
-    """Doorbells have rung for every piece of the last engine's migrations, whose numbers were higher."""
+def test_another_engine_that_takes_over_numbers_moves_from_1_again(gaps: list) -> None:
+    """Doorbells have rung for every piece of the last engine's moves, whose numbers were higher."""
     pool = Pool()
     for sequence in (0, 1):
         pool.begin(sequence, "memory0", 17)
-    moves = [Migration(number, 7 + number, "memory0", "memory1", 0, 17, number - 1) for number in (1, 2)]
-    pool.send(migrations=moves)
+    moves = [KvMove(number, 7 + number, "memory0", "memory1", 0, 17, number - 1) for number in (1, 2)]
+    pool.send(moves=moves)
     pool.settle()
     for worker in pool.workers.values():
         worker.puller.drop_all()
-        worker.migrations.drop(Epoch(FIRST.incarnation + 1, FIRST.number + 1))
+        worker.moves.drop(Epoch(FIRST.incarnation + 1, FIRST.number + 1))
         worker.store.truncate({})
         worker.done.clear()
     pool.begin(5, "memory0", 15)
-    pool.send(migrations=[Migration(1, 9, "memory0", "memory1", 0, 15, 5)])
+    pool.send(moves=[KvMove(1, 9, "memory0", "memory1", 0, 15, 5)])
     for name, reads in gaps:
         pool.workers[name].read() if reads else pool.workers[name].gap()
     pool.settle()
@@ -286,11 +286,11 @@ def test_ranges_move_several_at_a_time_and_what_shares_them_shares_them_there(ga
         pool.begin(sequence, worker, tokens)
     pool.send(forks=[Fork(0, 3, 10)])
     moves = [
-        Migration(1, 100, "memory0", "memory1", 4, 12, parent=0),
-        Migration(2, 101, "memory0", "memory2", 0, 15, parent=1),
-        Migration(3, 102, "memory1", "memory2", 0, 6, parent=2),
+        KvMove(1, 100, "memory0", "memory1", 4, 12, parent=0),
+        KvMove(2, 101, "memory0", "memory2", 0, 15, parent=1),
+        KvMove(3, 102, "memory1", "memory2", 0, 6, parent=2),
     ]
-    pool.send(migrations=moves)
+    pool.send(moves=moves)
     for name, reads in gaps:
         pool.workers[name].read() if reads else pool.workers[name].gap()
     pool.settle()
@@ -322,6 +322,6 @@ def test_ranges_move_several_at_a_time_and_what_shares_them_shares_them_there(ga
     assert pool.used == [12, 11, 21], "both go on where they were"
     pool.send(released=[0, 1, 2, 3])
     pool.settle()
-    assert pool.used == [0, 0, 0] and not any(worker.migrations.active for worker in pool.workers.values())
+    assert pool.used == [0, 0, 0] and not any(worker.moves.active for worker in pool.workers.values())
     for each in pool.workers.values():
         each.endpoint.close()
