@@ -22,16 +22,9 @@ if TYPE_CHECKING:
         UserError,
         WorkerError,
     )
-    from lamina.core.types import (
-        CompletionOutput,
-        FinishReason,
-        Logprob,
-        RequestOutput,
-        SamplingParams,
-        Segment,
-        StructuredOutputs,
-        ToolCall,
-    )
+    from lamina.core.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput, ToolCall
+    from lamina.core.sampling import SamplingParams, StructuredOutputs
+    from lamina.core.types import Segment
     from lamina.sdk import AsyncLamina, Lamina
 
 __all__ = [
@@ -66,5 +59,7 @@ def __getattr__(name: str) -> Any:
     # Imported when first used: `import lamina` and `lamina --help` must not wait for torch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    source = "sdk" if name.endswith("Lamina") else "core.errors" if name.endswith("Error") else "core.types"
+    elsewhere = {"SamplingParams": "core.sampling", "StructuredOutputs": "core.sampling", "Segment": "core.types"}
+    source = "sdk" if name.endswith("Lamina") else "core.errors" if name.endswith("Error") else "core.outputs"
+    source = elsewhere.get(name, source)
     return getattr(importlib.import_module(f"lamina.{source}"), name)

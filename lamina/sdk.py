@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from lamina.config.engine_config import EngineConfig
 from lamina.config.settings import keywords_of
 from lamina.core.errors import LaminaError, RequestError
-from lamina.core.types import RequestOutput, SamplingParams
+from lamina.core.outputs import RequestOutput
+from lamina.core.sampling import SamplingParams
 from lamina.engine.streams import AsyncOutputs, Outputs
 from lamina.engine.updates import Whole
 from lamina.launch import launch

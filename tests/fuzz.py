@@ -27,7 +27,9 @@ import httpx
 
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
-from lamina.core.types import Client, CompletionOutput, DType, FinishReason, RequestOutput, SamplingParams
+from lamina.core.outputs import CompletionOutput, FinishReason, RequestOutput
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import Client, DType
 from lamina.engine.engine import Engine
 from lamina.launch import launch
 from tests.support.commands import start

@@ -10,7 +10,7 @@ PUBLIC = [
     "lamina.sdk.Lamina",
     "lamina.sdk.Lamina.chat",
     "lamina.sdk.AsyncLamina",
-    "lamina.core.types.SamplingParams",
+    "lamina.core.sampling.SamplingParams",
     "lamina.kernels.attention.partial",
     "lamina.splitter.assemble.split",
     "lamina.transport.base.Endpoint",

@@ -53,6 +53,7 @@ OPTIONAL = {"ray", "pyverbs", "cupy", "triton", "torchao"}
 # Started often or by processes that need no model: these must not wait for the heavy packages.
 LIGHT = (
     "lamina",
+    "lamina.core.sampling",
     "lamina.core.types",
     "lamina.cli",
     "lamina.memory.slab",

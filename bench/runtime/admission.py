@@ -27,7 +27,7 @@ from rich.table import Table
 
 from bench.failures import Failures
 from lamina.config.engine_config import EngineConfig
-from lamina.core.types import SamplingParams
+from lamina.core.sampling import SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
 from lamina.launch import launch

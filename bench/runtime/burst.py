@@ -38,7 +38,7 @@ from bench.models import MODELS, model_directory
 from bench.runtime.burst_picture import Sample, draw
 from lamina.cluster.local_workers import LocalWorkers
 from lamina.config.engine_config import EngineConfig
-from lamina.core.types import SamplingParams
+from lamina.core.sampling import SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.scaling import WINDOWS
 from lamina.engine.updates import RequestUpdate

@@ -45,9 +45,10 @@ from lamina.control.messages import (
 )
 from lamina.control.sockets import HEARTBEAT, Bootstrap, ControlServer
 from lamina.core.pipeline import Pipeline
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import StepPlan
 from lamina.core.topology import FIRST, Member, Topology
-from lamina.core.types import AttentionSpec, DType, Overlap, SamplingParams
+from lamina.core.types import AttentionSpec, DType, Overlap
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
 from lamina.models.directory import find

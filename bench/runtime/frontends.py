@@ -41,7 +41,8 @@ from bench.runtime.control import scripted
 from lamina.config.server_config import ServerConfig
 from lamina.control.agent_messages import Serving
 from lamina.control.frontend_messages import FrontendBootstrap, FrontendHello, Resume, Submit, pack_tokens
-from lamina.core.types import NOBODY, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import NOBODY
 from lamina.engine.engine import Engine
 from lamina.engine.frontends import Frontends
 from lamina.models.directory import find

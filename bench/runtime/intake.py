@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 
 import httpx
 
-from lamina.core.types import Client, FinishReason, Request
+from lamina.core.outputs import FinishReason
+from lamina.core.types import Client, Request
 from lamina.engine.stats import EngineStats
 from lamina.engine.streams import Submission
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate

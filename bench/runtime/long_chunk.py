@@ -29,8 +29,9 @@ from lamina.control.messages import Connect, Grant, Link, LinkWay, MemorySetup, 
 from lamina.control.secret import new
 from lamina.core.errors import DeadlineError
 from lamina.core.pipeline import Pipeline
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
-from lamina.core.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
+from lamina.core.types import AttentionSpec, DType, Overlap, Segment
 from lamina.dataplane.fetching import Fetcher
 from lamina.dataplane.leases import messages, slot_rows
 from lamina.dataplane.transport_choice import Transport

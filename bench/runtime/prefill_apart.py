@@ -40,7 +40,7 @@ from rich.table import Table
 from bench.models import MODELS, model_directory
 from bench.runtime.long_prompt import ALONE_S, TIMEOUT_S, Running
 from lamina.config.engine_config import EngineConfig
-from lamina.core.types import SamplingParams
+from lamina.core.sampling import SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
 from lamina.launch import launch

@@ -29,8 +29,9 @@ from rich.table import Table
 from bench.failures import Failures
 from bench.models import MODELS, model_directory
 from lamina.config.engine_config import EngineConfig
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import StepPlan
-from lamina.core.types import Request, SamplingParams
+from lamina.core.types import Request
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
 from lamina.kv.placement import Placement

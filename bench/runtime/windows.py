@@ -23,7 +23,8 @@ from rich.table import Table
 from bench.failures import Failures
 from bench.runtime.sessions import resident_nbytes
 from lamina.config.engine_config import EngineConfig
-from lamina.core.types import DType, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import DType
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
 from lamina.launch import launch

@@ -27,9 +27,10 @@ from rich.table import Table
 from lamina.control.messages import MemorySetup
 from lamina.control.secret import Secret, new
 from lamina.core.errors import DeadlineError
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import Admission, DecodeRows, KvMove, SequenceStep, StepPlan
 from lamina.core.topology import FIRST
-from lamina.core.types import AttentionSpec, DType, KvElement, Overlap, SamplingParams, Segment
+from lamina.core.types import AttentionSpec, DType, KvElement, Overlap, Segment
 from lamina.dataplane.leases import DOORBELLS, LANDING_NBYTES, ArenaPlan, Leases, aligned, lease_nbytes
 from lamina.dataplane.slot import Outbox, Slot
 from lamina.dataplane.transport_choice import Transport

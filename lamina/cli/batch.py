@@ -13,7 +13,7 @@ import typer
 from lamina.cli import options
 from lamina.config.engine_config import EngineConfig, check_writable
 from lamina.core.errors import ConfigError, EngineDeadError, RequestError
-from lamina.core.types import is_unicode
+from lamina.core.sampling import is_unicode
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message

@@ -13,7 +13,9 @@ from lamina.cli import options
 from lamina.cli.console import notes, output, print_error, print_table, print_text, show_size
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError, EngineDeadError, RequestError
-from lamina.core.types import KvElement, RequestOutput, SamplingParams
+from lamina.core.outputs import RequestOutput
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import KvElement
 
 if TYPE_CHECKING:
     from lamina.engine.engine import Engine

@@ -16,7 +16,8 @@ from lamina.config.engine_config import EngineConfig
 from lamina.config.server_config import ServerConfig
 from lamina.config.settings import Group, Setting, read_settings, settings
 from lamina.core.errors import ConfigError, RequestError
-from lamina.core.types import Pipelining, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import Pipelining
 
 COMMON = "Common options"
 PANELS = ("Arguments", "Options", COMMON, *get_args(Group))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.core.types import StructuredOutputs
+from lamina.core.sampling import StructuredOutputs
 from lamina.text.grammars import compile_grammar
 from lamina.text.tokenizer import Tokenizer
 

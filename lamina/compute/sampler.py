@@ -21,7 +21,8 @@ from lamina.compute.constraints import Constraint, forbid, in_parts
 from lamina.control.messages import Draw
 from lamina.control.packed_logprobs import pack, pack_rows
 from lamina.core.errors import LogitsError
-from lamina.core.types import Logprob, SamplingParams
+from lamina.core.outputs import Logprob
+from lamina.core.sampling import SamplingParams
 from lamina.kernels.gpu.specialize import draw_program
 from lamina.lowering.expert_operators import ELEMENTS
 from lamina.lowering.native_operators import ELEMENT_TYPES, PATH, largest

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from lamina.core.types import ChatSettings, Client, FinishReason, SamplingParams
+from lamina.core.outputs import FinishReason
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import ChatSettings, Client
 
 READY, ALIVE = b"!", b"."  # what a frontend writes into its pipe to the supervisor
 ALIVE_S = 1.0

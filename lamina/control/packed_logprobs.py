@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lamina.core.types import Logprob
+from lamina.core.outputs import Logprob
 
 
 def pack(entries: Sequence[Logprob]) -> bytes:

@@ -4,7 +4,8 @@ import functools
 
 import msgspec
 
-from lamina.core.types import SamplingParams, Segment
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import Segment
 
 BLOCK = 64
 """Consecutive tokens that a disk stores as one block."""

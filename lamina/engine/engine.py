@@ -19,10 +19,12 @@ from lamina.control.messages import Draw, Observed, Release, Step, StepDone, ToE
 from lamina.control.sockets import ControlServer
 from lamina.control.timeline import Span, Timeline
 from lamina.core.errors import ConfigError, EngineDeadError, LaminaError, RequestError
+from lamina.core.outputs import FinishReason
 from lamina.core.requests import Completion, Drawn, Group
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Pool, Topology
-from lamina.core.types import NOBODY, Client, FinishReason, KvElement, Request, SamplingParams
+from lamina.core.types import NOBODY, Client, KvElement, Request
 from lamina.dataplane.wire import check_placements
 from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, read_clocks, tell_to_stop
 from lamina.engine.live_timeline import LiveTimeline

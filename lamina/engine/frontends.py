@@ -39,7 +39,7 @@ from lamina.control.frontend_messages import (
     unpack_tokens,
 )
 from lamina.core.errors import LaminaError, TransportError
-from lamina.core.types import FinishReason
+from lamina.core.outputs import FinishReason
 from lamina.engine.engine import Engine
 from lamina.engine.live_timeline import TimelineOf
 from lamina.engine.lives import LivesOf

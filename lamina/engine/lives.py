@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from lamina.core.outputs import FinishReason
 from lamina.core.steps import StepPlan
-from lamina.core.types import FinishReason
 
 MOST_ENDED = 64
 """Requests whose lives are kept after their end."""

@@ -50,7 +50,8 @@ from lamina.core.errors import (
     OverloadedError,
     RequestError,
 )
-from lamina.core.types import NOBODY, Client, FinishReason, Request
+from lamina.core.outputs import FinishReason
+from lamina.core.types import NOBODY, Client, Request
 from lamina.engine.live_timeline import TimelineOf
 from lamina.engine.lives import Life, LivesOf
 from lamina.engine.stats import EngineStats, StatsOf

@@ -8,7 +8,8 @@ from typing import NamedTuple, Protocol, Self
 
 from lamina.control.timeline import Span
 from lamina.core.errors import EngineDeadError, OverloadedError
-from lamina.core.types import Client, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import Client
 from lamina.engine.lives import Life
 from lamina.engine.stats import EngineStats
 from lamina.engine.updates import OnUpdate, RequestUpdate

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from lamina.control.frontend_messages import CompletionTokens
 from lamina.control.messages import Draw
 from lamina.control.packed_logprobs import unpack
+from lamina.core.outputs import FinishReason, Logprob
 from lamina.core.requests import Completion, Drawn, Group
-from lamina.core.types import FinishReason, Logprob, Request, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import Request
 from lamina.engine.updates import OnTokens, TokenUpdate
 from lamina.schedule.beam_search import BeamSearch, Choice
 

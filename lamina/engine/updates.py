@@ -9,8 +9,9 @@ from typing import Any
 from lamina.control.frontend_messages import CompletionTokens
 from lamina.control.packed_logprobs import cut, drawn_logprob
 from lamina.core.errors import RequestError
+from lamina.core.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from lamina.core.requests import Group
-from lamina.core.types import CompletionOutput, FinishReason, Logprob, Request, RequestOutput, Segment
+from lamina.core.types import Request, Segment
 from lamina.text.logprobs import Position, named
 from lamina.text.prompts import bad_sequences
 from lamina.text.stop_strings import StopChecker, StopStrings

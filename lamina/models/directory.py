@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lamina.core.errors import ModelError
-from lamina.core.types import GenerationConfig, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import GenerationConfig
 from lamina.models import hub
 from lamina.models.checkpoint import INDEX, TensorEntry, read_checkpoint
 from lamina.models.quantisation.formats import Packed, Scheme, find_packed, part_names, scheme

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lamina.core.errors import DeadlineError, LaminaError
-from lamina.core.types import SamplingParams
+from lamina.core.sampling import SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import OnUpdate, RequestUpdate
 

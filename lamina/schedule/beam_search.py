@@ -8,10 +8,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lamina.core.errors import RequestError
+from lamina.core.outputs import Logprob
 from lamina.core.requests import Completion, Group
+from lamina.core.sampling import SamplingParams
 from lamina.core.segments import by_worker, forked
 from lamina.core.steps import Admission, Fork
-from lamina.core.types import Logprob, SamplingParams, Segment
+from lamina.core.types import Segment
 from lamina.kv.placement import Placement
 from lamina.schedule.dealing import Readiness
 from lamina.schedule.lane import Lane, Residents

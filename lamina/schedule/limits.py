@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from lamina.core.errors import OverloadedError, RequestError
-from lamina.core.types import Client, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import Client
 from lamina.kv.placement import Placement
 
 

@@ -23,9 +23,10 @@ from lamina.control.messages import Computed
 from lamina.core.errors import RequestError
 from lamina.core.pipeline import LaneRole
 from lamina.core.requests import Completion, Drawn, Group, Owner
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import DecodeRows, StepPlan
 from lamina.core.topology import Topology
-from lamina.core.types import Request, SamplingParams
+from lamina.core.types import Request
 from lamina.kv.balancing import Policy as BalancePolicy
 from lamina.kv.disk import Disks
 from lamina.kv.placement import Placement

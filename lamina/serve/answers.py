@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from lamina.core.types import Logprob
+from lamina.core.outputs import Logprob
 from lamina.engine.updates import RequestUpdate
 from lamina.serve.http_errors import APIError
 from lamina.serve.requests import GenerationRequest

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
 
 import msgspec
 
-from lamina.core.types import SamplingParams
+from lamina.core.sampling import SamplingParams
 from lamina.serve.http_errors import APIError
 from lamina.serve.json_fields import (
     cut_fields,

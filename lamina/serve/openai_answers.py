@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from lamina.core.types import Logprob
+from lamina.core.outputs import Logprob
 from lamina.serve.answers import AnswerWriter, Json, Piece, Usage, event, new_call_id
 from lamina.serve.http_errors import APIError
 from lamina.serve.requests import GenerationRequest

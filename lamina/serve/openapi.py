@@ -12,7 +12,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from lamina.core.types import (
+from lamina.core.sampling import (
     MAX_BAD_WORDS,
     MAX_BIASED_TOKENS,
     MAX_CHOICES,

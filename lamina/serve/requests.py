@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lamina.core.errors import RequestError
-from lamina.core.types import SAMPLING_RANGES, SamplingParams, StructuredOutputs, require_in_range
+from lamina.core.sampling import SAMPLING_RANGES, SamplingParams, StructuredOutputs, require_in_range
 from lamina.engine.streams import Runtime
 from lamina.models.directory import Defaults
 from lamina.serve.bodies import Body, ChatBody, CompletionBody, parse

@@ -4,7 +4,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lamina.core.types import ChatSettings, StructuredOutputs
+from lamina.core.sampling import StructuredOutputs
+from lamina.core.types import ChatSettings
 from lamina.text.channels import MARKER, MARKERS, ChannelAnswer, answer_grammar
 from lamina.text.grammars import after_reasoning, as_rule
 from lamina.text.tool_calls import TOOL_PARSERS, AnswerParser, Event, PlainText, Reasoning, held_back

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from lamina.core.errors import RequestError
-from lamina.core.types import CompletionOutput, FinishReason, SamplingParams, StructuredOutputs, ToolCall
+from lamina.core.outputs import CompletionOutput, FinishReason, ToolCall
+from lamina.core.sampling import SamplingParams, StructuredOutputs
 from lamina.text.grammars import compile_grammar
 from lamina.text.prompts import Message, encode_chat
 from lamina.text.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from lamina.core.errors import RequestError
-from lamina.core.types import SamplingParams, StructuredOutputs
+from lamina.core.sampling import SamplingParams, StructuredOutputs
 
 JSON_SPACE = r"(\n[ \t]{0,32}| )?"
 """White space allowed between JSON tokens. It is bounded: a model could otherwise generate white space forever."""

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from lamina.control.packed_logprobs import drawn_token, unpack
-from lamina.core.types import Logprob
+from lamina.core.outputs import Logprob
 from lamina.text.tokenizer import Tokenizer, complete_text
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lamina.core.errors import RequestError
-from lamina.core.types import SamplingParams
+from lamina.core.sampling import SamplingParams
 from lamina.text.tokenizer import Tokenizer, check_unicode
 
 Prompt = str | list[int]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from lamina.core.types import SamplingParams
+from lamina.core.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from lamina.core.errors import RequestError
-from lamina.core.types import StructuredOutputs
+from lamina.core.sampling import StructuredOutputs
 from lamina.text.channels import calls_grammar
 from lamina.text.chat_format import ChatFormat
 from lamina.text.grammars import as_rule

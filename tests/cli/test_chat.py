@@ -10,7 +10,8 @@ import pytest
 from lamina.cli.client import RemoteModel
 from lamina.cli.generate import HELP, Conversation, _Local
 from lamina.core.errors import ConfigError, EngineDeadError, RequestError, TransportError
-from lamina.core.types import CompletionOutput, RequestOutput, SamplingParams
+from lamina.core.outputs import CompletionOutput, RequestOutput
+from lamina.core.sampling import SamplingParams
 from tests.support.commands import assert_refused, run_here
 from tests.support.http_server import serve
 

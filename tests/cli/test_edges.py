@@ -22,7 +22,7 @@ from lamina.cluster import pool
 from lamina.config.engine_config import EngineConfig
 from lamina.control.messages import LoadProgress
 from lamina.core.errors import ConfigError, ModelError, TransportError
-from lamina.core.types import SamplingParams
+from lamina.core.sampling import SamplingParams
 from lamina.models.directory import BUNDLED
 from lamina.observe import progress
 from lamina.observe.step_trace import Share

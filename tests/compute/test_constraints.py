@@ -7,7 +7,7 @@ import torch
 
 from lamina.compute import constraints
 from lamina.compute.constraints import Grammars, forbid
-from lamina.core.types import StructuredOutputs
+from lamina.core.sampling import StructuredOutputs
 from lamina.models.directory import find
 from lamina.text.tokenizer import Tokenizer
 

@@ -17,9 +17,10 @@ from lamina.compute.device.gpu import GpuCarrier
 from lamina.compute.exchange import StepExchange
 from lamina.control.messages import MemorySetup
 from lamina.core.errors import DeadlineError, PlacementError
+from lamina.core.sampling import SamplingParams
 from lamina.core.segments import forked
 from lamina.core.steps import Admission, DecodeRows, Fork, KvMove, SequenceStep, StepPlan
-from lamina.core.types import DType, Overlap, SamplingParams, Segment
+from lamina.core.types import DType, Overlap, Segment
 from lamina.dataplane.channel import Arrival
 from lamina.dataplane.wire import MessageRows, SegmentRows, pieces
 from lamina.memory.cuts import MOST_PRODUCTS

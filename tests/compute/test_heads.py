@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from lamina.core.errors import PlacementError
 from lamina.core.heads import HeadShards
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import Admission, DecodeRows, Fork, SequenceStep, StepPlan
-from lamina.core.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
+from lamina.core.types import AttentionSpec, DType, Overlap, Segment
 from lamina.dataplane.wire import body_nbytes, check_segments, message_rows
 from lamina.memory.cuts import MOST_PRODUCTS
 from lamina.memory.device import cpu

@@ -24,7 +24,7 @@ from transformers import (
 from lamina.compute.sampler import Row, distribution, sample
 from lamina.control.packed_logprobs import unpack
 from lamina.core.errors import LogitsError
-from lamina.core.types import SamplingParams
+from lamina.core.sampling import SamplingParams
 from tests.compute.noise import gumbel
 
 VOCABULARY = 60

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import Admission, SequenceStep, StepPlan
-from lamina.core.types import Overlap, SamplingParams, Segment
+from lamina.core.types import Overlap, Segment
 from lamina.memory.cuts import MOST_PRODUCTS
 from lamina.memory.device import cpu
 from tests.support.attended_sequences import HEADS, NAMES, NOBODY, Sequences, drive

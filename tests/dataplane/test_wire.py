@@ -5,8 +5,9 @@ import pytest
 
 from lamina.core.errors import PlacementError
 from lamina.core.heads import HeadShards
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
-from lamina.core.types import AttentionSpec, DType, SamplingParams, Segment
+from lamina.core.types import AttentionSpec, DType, Segment
 from lamina.dataplane.wire import (
     check_placements,
     check_segments,

@@ -12,8 +12,10 @@ from lamina.control import liveness
 from lamina.control.messages import Failed, Hello, SlabReady
 from lamina.control.sockets import ControlClient, ControlServer
 from lamina.core.errors import EngineDeadError, TransportError
+from lamina.core.outputs import FinishReason, RequestOutput
 from lamina.core.pipeline import Pipeline
-from lamina.core.types import AttentionSpec, FinishReason, RequestOutput, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import AttentionSpec
 from lamina.engine.engine import Engine
 from lamina.models import directory
 from lamina.schedule.limits import Limits

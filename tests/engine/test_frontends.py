@@ -14,7 +14,9 @@ from lamina.control.frontend_messages import CompletionTokens, FrontendBootstrap
 from lamina.control.packed_logprobs import pack
 from lamina.control.timeline import Span
 from lamina.core.errors import EngineDeadError, LaminaError, OverloadedError, RequestError
-from lamina.core.types import Client, FinishReason, Logprob, SamplingParams
+from lamina.core.outputs import FinishReason, Logprob
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import Client
 from lamina.engine import frontends
 from lamina.engine.frontends import Frontends
 from lamina.engine.lives import Event, Life

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from lamina.core.outputs import FinishReason
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan, Switch
-from lamina.core.types import FinishReason, SamplingParams, Segment
+from lamina.core.types import Segment
 from lamina.engine import lives
 from lamina.engine.lives import Event, Lives
 from lamina.launch import launch

@@ -11,8 +11,10 @@ from lamina.cluster.conversations import Wish
 from lamina.config.engine_config import EngineConfig
 from lamina.control.messages import Draw, Hello, Release, Step, StepDone, Stop, Working
 from lamina.control.sockets import ControlClient, ControlServer
+from lamina.core.outputs import FinishReason, RequestOutput
 from lamina.core.pipeline import Pipeline
-from lamina.core.types import AttentionSpec, FinishReason, RequestOutput, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import AttentionSpec
 from lamina.engine import losses
 from lamina.engine.engine import Engine
 from lamina.models import directory

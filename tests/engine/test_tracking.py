@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from lamina.control.messages import Draw
 from lamina.control.packed_logprobs import drawn_token, pack, unpack
+from lamina.core.outputs import FinishReason, Logprob, RequestOutput
 from lamina.core.requests import Completion, Group
-from lamina.core.types import FinishReason, Logprob, Request, RequestOutput, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import Request
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import Reading, RequestUpdate, Whole
 from lamina.kv.placement import Placement

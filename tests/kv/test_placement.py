@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from lamina.core.errors import RequestError
 from lamina.core.pipeline import Pipeline
 from lamina.core.requests import Completion, Group
+from lamina.core.sampling import SamplingParams
 from lamina.core.topology import FIRST, Member, Topology
-from lamina.core.types import Request, SamplingParams
+from lamina.core.types import Request
 from lamina.kv.placement import AHEAD, WATERMARK, CachedPrefix, Placement
 from lamina.schedule.growth import victims
 from lamina.schedule.limits import Limits

@@ -3,7 +3,8 @@
 import random
 
 from lamina.core.requests import ids_of
-from lamina.core.types import Request, SamplingParams, Segment
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import Request, Segment
 from lamina.kv.prefix_tree import Node, PrefixTree
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from lamina.control.messages import MemorySetup
 from lamina.core.errors import ConfigError
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
-from lamina.core.types import AttentionSpec, DType, KvElement, Overlap, SamplingParams, Segment
+from lamina.core.types import AttentionSpec, DType, KvElement, Overlap, Segment
 from lamina.dataplane.wire import body_nbytes
 from lamina.memory import device as select
 from lamina.memory.device.base import Device, Pairs, Table

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from lamina.control.messages import MemorySetup
 from lamina.core.errors import DeadlineError, PeerLostError
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import Admission, DecodeRows, Fork, KvMove, SequenceStep, StepPlan, Switch
 from lamina.core.topology import FIRST, Epoch
-from lamina.core.types import AttentionSpec, DType, KvCacheDType, Overlap, SamplingParams, Segment
+from lamina.core.types import AttentionSpec, DType, KvCacheDType, Overlap, Segment
 from lamina.dataplane.leases import ArenaPlan, lease_nbytes
 from lamina.dataplane.slot import Outbox, Slot
 from lamina.memory.device import make

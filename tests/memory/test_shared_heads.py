@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from lamina.control.messages import MemorySetup
 from lamina.core.errors import ConfigError
 from lamina.core.heads import HeadShards
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
-from lamina.core.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
+from lamina.core.types import AttentionSpec, DType, Overlap, Segment
 from lamina.kernels.segments import SegmentTable
 from lamina.memory.store import KvStore, StepTables
 from tests.support import reference_attention

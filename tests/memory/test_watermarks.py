@@ -8,9 +8,10 @@ import pytest
 
 from lamina.control.messages import EndEpoch, Step
 from lamina.core.pipeline import Pipeline
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
 from lamina.core.topology import Epoch, Member, Topology
-from lamina.core.types import AttentionSpec, SamplingParams, Segment
+from lamina.core.types import AttentionSpec, Segment
 from lamina.kernels.segments import SegmentTable
 from lamina.memory import cuts, worker
 from lamina.memory.device import cpu

@@ -6,7 +6,8 @@ from typing import Any, cast
 import pytest
 
 from lamina.core.errors import DeadlineError, LaminaError
-from lamina.core.types import Request, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import Request
 from lamina.engine.engine import Engine
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
 from lamina.observe.decode_timing import decode_batch, decode_window

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lamina.core.types import CompletionOutput
+from lamina.core.outputs import CompletionOutput
 from lamina.launch import launch
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
-from lamina.core.types import SamplingParams
+from lamina.core.sampling import SamplingParams
 from lamina.engine import scaling
 from lamina.engine.engine import Engine
 from lamina.engine.scaling import Windows

@@ -11,7 +11,9 @@ import pytest
 
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import RequestError
-from lamina.core.types import DType, FinishReason, SamplingParams
+from lamina.core.outputs import FinishReason
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import DType
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
 from lamina.launch import launch

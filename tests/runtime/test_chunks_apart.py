@@ -13,9 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from lamina.config.engine_config import EngineConfig
+from lamina.core.outputs import RequestOutput
 from lamina.core.requests import Group
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import SequenceStep
-from lamina.core.types import DType, RequestOutput, SamplingParams
+from lamina.core.types import DType
 from lamina.engine.engine import Engine
 from lamina.launch import launch
 from lamina.schedule.lane import Lane

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from lamina.cluster import pool
 from lamina.cluster.refusals import refusals
 from lamina.config.engine_config import EngineConfig
-from lamina.core.types import DType, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import DType
 from lamina.launch import launch
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import greedy, served

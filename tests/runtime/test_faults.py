@@ -24,7 +24,9 @@ from lamina.compute.split_cache import prepare
 from lamina.config.engine_config import EngineConfig
 from lamina.control import liveness
 from lamina.core.errors import ConfigError, EngineDeadError, ModelError, RequestError, WorkerError
-from lamina.core.types import DType, FinishReason, RequestOutput, SamplingParams
+from lamina.core.outputs import FinishReason, RequestOutput
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import DType
 from lamina.engine.updates import RequestUpdate
 from lamina.launch import launch
 from lamina.models import directory
@@ -149,7 +151,8 @@ import sys, threading
 from lamina.launch import launch
 from lamina.models import directory
 from lamina.config.engine_config import EngineConfig
-from lamina.core.types import DType, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import DType
 engine = launch(EngineConfig(model=sys.argv[1], compute="cpu:1", memory="cpu:2", dtype=DType.FLOAT32))
 print("ready", flush=True)
 for index in range(50):

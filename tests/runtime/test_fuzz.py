@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lamina.core.types import CompletionOutput, FinishReason, Logprob
+from lamina.core.outputs import CompletionOutput, FinishReason, Logprob
 from tests import fuzz
 
 SECONDS = 60.0

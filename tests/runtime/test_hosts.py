@@ -18,7 +18,7 @@ from lamina.config.environment import environment
 from lamina.control import secret
 from lamina.control.timeline import Span
 from lamina.core.errors import ConfigError
-from lamina.core.types import CompletionOutput
+from lamina.core.outputs import CompletionOutput
 from lamina.dataplane.transport_choice import Transport
 from lamina.engine.engine import Engine
 from lamina.launch import launch

@@ -9,7 +9,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from lamina.config.engine_config import EngineConfig
-from lamina.core.types import DType, KvCacheDType, KvElement, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import DType, KvCacheDType, KvElement
 from lamina.launch import launch
 from tests.support.kernel_codes import rounded
 from tests.support.prepared_checkpoints import write_prepared

@@ -10,8 +10,8 @@ import pytest
 from lamina.control.messages import Observe, Observed, ToWorker
 from lamina.control.timeline import MOST_OBSERVED, Span, Timeline
 from lamina.core.pipeline import Pipeline
+from lamina.core.sampling import SamplingParams
 from lamina.core.topology import FIRST, Member, Topology
-from lamina.core.types import SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.live_timeline import LiveTimeline
 from lamina.launch import launch

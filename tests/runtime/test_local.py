@@ -8,7 +8,8 @@ import pytest
 
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError, RequestError
-from lamina.core.types import CompletionOutput, SamplingParams
+from lamina.core.outputs import CompletionOutput
+from lamina.core.sampling import SamplingParams
 from lamina.launch import launch
 from tests.support.random_models import SERVED
 from tests.support.running import (

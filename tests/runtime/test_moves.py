@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from lamina.config.engine_config import EngineConfig
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import StepPlan
-from lamina.core.types import Balance, DType, SamplingParams
+from lamina.core.types import Balance, DType
 from lamina.launch import launch
 from lamina.schedule.scheduler import Scheduler
 from tests.support.prepared_checkpoints import write_prepared

@@ -17,7 +17,8 @@ import pytest
 
 from lamina.cluster.local_workers import LocalWorkers
 from lamina.config.engine_config import EngineConfig
-from lamina.core.types import RequestOutput, SamplingParams
+from lamina.core.outputs import RequestOutput
+from lamina.core.sampling import SamplingParams
 from lamina.dataplane.transport_choice import Transport
 from lamina.engine.engine import Engine
 from lamina.launch import launch

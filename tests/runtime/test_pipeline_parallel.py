@@ -14,7 +14,9 @@ from lamina.cluster.pool import CPU
 from lamina.config.engine_config import EngineConfig
 from lamina.control.messages import LoadProgress
 from lamina.core.errors import ConfigError
-from lamina.core.types import CompletionOutput, DType, SamplingParams
+from lamina.core.outputs import CompletionOutput
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import DType
 from lamina.launch import launch
 from lamina.lowering import Target
 from tests.support.prepared_checkpoints import write_prepared

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lamina.control import liveness
-from lamina.core.types import RequestOutput
+from lamina.core.outputs import RequestOutput
 from lamina.launch import launch
 from tests.support.polling_runs import BY_HOST, SETTINGS, TOKENS, check_polling, params, prompts, settings
 from tests.support.prepared_checkpoints import write_prepared

@@ -7,7 +7,8 @@ import psutil
 import pytest
 
 from lamina.core.errors import ConfigError, RequestError, WorkerError
-from lamina.core.types import CompletionOutput, SamplingParams
+from lamina.core.outputs import CompletionOutput
+from lamina.core.sampling import SamplingParams
 from lamina.engine.engine import Engine
 from lamina.launch import launch
 from tests.support.random_models import SERVED_VOCABULARY

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from lamina.config.engine_config import EngineConfig
-from lamina.core.types import DType, RequestOutput, SamplingParams, StructuredOutputs
+from lamina.core.outputs import RequestOutput
+from lamina.core.sampling import SamplingParams, StructuredOutputs
+from lamina.core.types import DType
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate, Whole
 from lamina.launch import launch

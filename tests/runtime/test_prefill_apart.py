@@ -10,8 +10,9 @@ import pytest
 
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import StepPlan
-from lamina.core.types import DType, SamplingParams
+from lamina.core.types import DType
 from lamina.launch import launch
 from lamina.schedule.scheduler import Scheduler
 from tests.support.prepared_checkpoints import write_prepared

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lamina.core.types import RequestOutput, SamplingParams
+from lamina.core.outputs import RequestOutput
+from lamina.core.sampling import SamplingParams
 from lamina.engine.engine import Engine
 from tests.support.prefix_runs import GREEDY, drawn, run, start, tokens
 from tests.support.running import Killable, wait_for_recoveries

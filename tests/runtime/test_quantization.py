@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from lamina import _native
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
-from lamina.core.types import DType, Quantization, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import DType, Quantization
 from lamina.launch import launch
 from lamina.models.directory import BUNDLED
 from lamina.models.quantisation.codes import quantise, quantise_experts

@@ -14,7 +14,7 @@ import pytest
 
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError, LaminaError
-from lamina.core.types import CompletionOutput
+from lamina.core.outputs import CompletionOutput
 from lamina.launch import launch
 from tests.support import ray_cluster
 from tests.support.commands import assert_refused, run

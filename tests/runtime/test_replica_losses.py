@@ -10,7 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from lamina.core.types import CompletionOutput, SamplingParams
+from lamina.core.outputs import CompletionOutput
+from lamina.core.sampling import SamplingParams
 from lamina.engine.engine import Engine
 from lamina.launch import launch
 from lamina.lowering import Target

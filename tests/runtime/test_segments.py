@@ -8,7 +8,9 @@ import pytest
 
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import RequestError
-from lamina.core.types import DType, RequestOutput, SamplingParams
+from lamina.core.outputs import RequestOutput
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import DType
 from lamina.launch import launch
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED, SERVED_VOCABULARY, greedy, served

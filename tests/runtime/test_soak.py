@@ -9,7 +9,9 @@ import psutil
 import pytest
 
 from lamina.config.engine_config import EngineConfig
-from lamina.core.types import DType, FinishReason, RequestOutput, SamplingParams
+from lamina.core.outputs import FinishReason, RequestOutput
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import DType
 from lamina.engine.engine import Engine
 from lamina.launch import launch
 from tests.support.prepared_checkpoints import write_prepared

@@ -12,7 +12,7 @@ import pytest
 
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
-from lamina.core.types import RequestOutput
+from lamina.core.outputs import RequestOutput
 from lamina.engine.engine import Engine
 from lamina.kv.disk import FULL
 from tests.support.prefix_runs import GREEDY, drawn, run, start, tokens

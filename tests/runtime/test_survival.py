@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from lamina.control import liveness
-from lamina.core.types import CompletionOutput, SamplingParams
+from lamina.core.outputs import CompletionOutput
+from lamina.core.sampling import SamplingParams
 from lamina.launch import launch
 from tests.support.running import REQUESTS, Killable, Streams, assert_same, config, survive
 from tests.support.sweep import sweep

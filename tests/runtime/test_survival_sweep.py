@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from lamina.control import liveness
-from lamina.core.types import CompletionOutput
+from lamina.core.outputs import CompletionOutput
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate, Whole
 from lamina.launch import launch

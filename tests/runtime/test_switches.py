@@ -10,7 +10,8 @@ import pytest
 
 from lamina.config.engine_config import EngineConfig
 from lamina.core.pipeline import Arrangement
-from lamina.core.types import DType, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import DType
 from lamina.launch import launch
 from lamina.schedule.lane_choice import LaneChooser
 from tests.support.prepared_checkpoints import write_prepared

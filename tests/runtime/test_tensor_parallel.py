@@ -11,7 +11,9 @@ import pytest
 
 from lamina.cluster.local_workers import LocalWorkers
 from lamina.config.engine_config import EngineConfig
-from lamina.core.types import CompletionOutput, DType, RequestOutput, SamplingParams
+from lamina.core.outputs import CompletionOutput, RequestOutput
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import DType
 from lamina.launch import launch
 from lamina.lowering import Target
 from tests.support.prepared_checkpoints import write_prepared

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from lamina.config.engine_config import EngineConfig
-from lamina.core.types import DType, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import DType
 from lamina.launch import launch
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, greedy, served

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import StepPlan
-from lamina.core.types import Client, Request, SamplingParams
+from lamina.core.types import Client, Request
 from lamina.schedule import admission
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from lamina.compute.sampler import Row, sample
 from lamina.control.packed_logprobs import unpack
-from lamina.core.types import Logprob, SamplingParams
+from lamina.core.outputs import Logprob
+from lamina.core.sampling import SamplingParams
 from lamina.schedule.beam_search import BeamSearch, continued
 from tests.support.random_models import SERVED_VOCABULARY, best_beams, random_model, served
 from tests.support.sweep import sweep

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.core.requests import Completion, Group
-from lamina.core.types import Request, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import Request
 from lamina.schedule.batches import SMALLEST, PromptBatch
 
 NUMBERS = itertools.count()

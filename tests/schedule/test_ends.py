@@ -2,7 +2,8 @@
 
 import pytest
 
-from lamina.core.types import FinishReason, SamplingParams
+from lamina.core.outputs import FinishReason
+from lamina.core.sampling import SamplingParams
 from lamina.engine.tracking import TokenEnds
 
 EOS = 0

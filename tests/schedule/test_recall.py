@@ -4,7 +4,8 @@ import itertools
 
 from lamina.control.messages import Computed
 from lamina.core.heads import HeadShards
-from lamina.core.types import Request, SamplingParams, Segment
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import Request, Segment
 from lamina.kv.placement import Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.kv.stripes import StripedPlacement

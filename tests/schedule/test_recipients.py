@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from lamina.control.messages import MemorySetup
 from lamina.core.heads import HeadShards
 from lamina.core.pipeline import Arrangement, Pipeline
+from lamina.core.sampling import SamplingParams
 from lamina.core.segments import by_sequence, for_sequence, forked, grown, moved
 from lamina.core.steps import Admission, DecodeRows, Fork, SequenceStep, StepPlan, Switch
 from lamina.core.topology import FIRST, Member, Topology
-from lamina.core.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
+from lamina.core.types import AttentionSpec, DType, Overlap, Segment
 from lamina.dataplane.wire import message_rows
 from lamina.memory.device.cpu import CpuTable
 from lamina.memory.store import KvStore, StepTables

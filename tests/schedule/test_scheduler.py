@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.core.errors import RequestError
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import StepPlan
-from lamina.core.types import Request, SamplingParams
+from lamina.core.types import Request
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
 from tests.support.clusters import MANY, Cluster, Course, courses, requests, turns

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from lamina.control.messages import MemorySetup
 from lamina.core.errors import RequestError
 from lamina.core.heads import HeadShards
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import StepPlan
 from lamina.core.topology import FIRST, Member, Topology
-from lamina.core.types import AttentionSpec, DType, Overlap, Request, SamplingParams, Segment
+from lamina.core.types import AttentionSpec, DType, Overlap, Request, Segment
 from lamina.dataplane.wire import check_segments
 from lamina.engine.stats import holdings
 from lamina.engine.updates import segments_of

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from lamina.core.errors import OverloadedError
 from lamina.core.requests import Completion, Group
-from lamina.core.types import Client, Request, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import Client, Request
 from lamina.schedule.limits import Places
 from lamina.schedule.policy import WaitingQueue
 

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from lamina.core.types import SamplingParams
+from lamina.core.sampling import SamplingParams
 from tests.support.scripted_engine import COMPLETION, WORDS, Running, refusal, script
 
 

@@ -12,7 +12,9 @@ import pytest
 import uvicorn
 
 from lamina.control.packed_logprobs import pack
-from lamina.core.types import FinishReason, Logprob, Request, SamplingParams
+from lamina.core.outputs import FinishReason, Logprob
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import Request
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
 from lamina.serve import generation
 from lamina.serve import server as serving

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lamina.core.types import StructuredOutputs
+from lamina.core.sampling import StructuredOutputs
 from tests.support.scripted_engine import CHAT, COMPLETION, Running, refusal
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -28,9 +28,10 @@ from lamina.cluster.pool import CPU
 from lamina.cluster.sizing import ClusterPlan
 from lamina.control.agent_messages import Start
 from lamina.core.errors import LaminaError
+from lamina.core.outputs import FinishReason
 from lamina.core.requests import Drawn
 from lamina.core.topology import Pool, Topology
-from lamina.core.types import Client, FinishReason
+from lamina.core.types import Client
 from lamina.engine.engine import Engine
 from lamina.engine.updates import TokenUpdate
 from lamina.memory import disk_tier

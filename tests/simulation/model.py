@@ -24,7 +24,8 @@ from lamina.compute.step import context_nbytes_per_token
 from lamina.control.messages import ComputeSetup, ModelLoaded
 from lamina.control.sockets import ControlClient
 from lamina.core.heads import HeadShards
-from lamina.core.types import AttentionSpec, DType, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import AttentionSpec, DType
 from lamina.splitter import Crossing, SliceOutput
 
 VOCABULARY = 257

@@ -13,8 +13,9 @@ from lamina.cluster.pool import CPU, LOCAL
 from lamina.cluster.refusals import refusals
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
+from lamina.core.sampling import SamplingParams
 from lamina.core.topology import Pool
-from lamina.core.types import Partition, SamplingParams
+from lamina.core.types import Partition
 from tests.simulation.model import LAYERS, POISON
 from tests.simulation.moments import MOMENTS
 

@@ -6,9 +6,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from lamina.compute.exchange import StepExchange
+from lamina.core.sampling import SamplingParams
 from lamina.core.segments import by_sequence, by_worker, forked, grown, holding
 from lamina.core.steps import Admission, DecodeRows, Fork, SequenceStep, StepPlan
-from lamina.core.types import Overlap, SamplingParams, Segment
+from lamina.core.types import Overlap, Segment
 from tests.support.attention_clusters import NATIVE, ROWS, TIMEOUT_S, Connected, attend, expected
 
 NAMES = ("memory0", "memory1", "memory2")

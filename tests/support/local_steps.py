@@ -16,8 +16,9 @@ from lamina.compute.step import Replica, StepRun
 from lamina.control.messages import MemorySetup
 from lamina.control.timeline import Timeline
 from lamina.core.pipeline import Pipeline
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
-from lamina.core.types import DType, Overlap, SamplingParams, Segment
+from lamina.core.types import DType, Overlap, Segment
 from lamina.lowering import Target, Workspace, lower
 from lamina.memory.device import gpu
 from lamina.memory.store import KvStore

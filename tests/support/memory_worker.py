@@ -27,9 +27,10 @@ from lamina.control.messages import (
 )
 from lamina.core.errors import DeadlineError
 from lamina.core.pipeline import Pipeline
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
 from lamina.core.topology import FIRST
-from lamina.core.types import AttentionSpec, DType, Overlap, Polling, SamplingParams, Segment
+from lamina.core.types import AttentionSpec, DType, Overlap, Polling, Segment
 from lamina.dataplane.fetching import Fetcher
 from lamina.dataplane.leases import Messages
 from lamina.dataplane.transport_choice import Transport

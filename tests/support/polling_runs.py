@@ -7,7 +7,8 @@ from typing import Any
 
 from lamina.config.engine_config import EngineConfig
 from lamina.control.timeline import Span
-from lamina.core.types import DType, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import DType
 from lamina.launch import launch
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, greedy, served

@@ -5,7 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from lamina.config.engine_config import EngineConfig
-from lamina.core.types import DType, RequestOutput, SamplingParams
+from lamina.core.outputs import RequestOutput
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import DType
 from lamina.engine.engine import Engine
 from lamina.launch import launch
 from tests.support.random_models import SERVED_VOCABULARY

@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from lamina.core.types import SamplingParams
+from lamina.core.sampling import SamplingParams
 
 VOCABULARY = 96
 LAYERS = 2

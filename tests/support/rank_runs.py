@@ -8,7 +8,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from lamina.config.engine_config import EngineConfig
-from lamina.core.types import DType, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import DType
 from lamina.launch import launch
 from lamina.lowering import Target
 from tests.support.prepared_checkpoints import write_prepared

@@ -9,7 +9,8 @@ from lamina.control.frontend_messages import CompletionTokens
 from lamina.control.timeline import Span
 from lamina.core.errors import OverloadedError, RequestError
 from lamina.core.requests import Drawn
-from lamina.core.types import Client, SamplingParams
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import Client
 from lamina.dataplane.transport_choice import Choice, Transport
 from lamina.engine.lives import Event, Life
 from lamina.engine.stats import EngineStats, MemoryStats

@@ -13,7 +13,9 @@ import pytest
 
 from lamina.cluster.local_workers import LocalWorkers
 from lamina.config.engine_config import EngineConfig
-from lamina.core.types import CompletionOutput, DType, RequestOutput, SamplingParams, StructuredOutputs
+from lamina.core.outputs import CompletionOutput, RequestOutput
+from lamina.core.sampling import SamplingParams, StructuredOutputs
+from lamina.core.types import DType
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate, Whole
 from lamina.launch import launch

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from lamina.core.pipeline import LaneRole
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import StepPlan
-from lamina.core.types import NOBODY, Client, Request, SamplingParams
+from lamina.core.types import NOBODY, Client, Request
 from lamina.kv.placement import Placement
 from lamina.schedule.limits import Limits
 from lamina.schedule.policy import FIFO, Policy

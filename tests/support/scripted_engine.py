@@ -12,7 +12,9 @@ import pytest
 from lamina.control.packed_logprobs import pack
 from lamina.control.timeline import Span
 from lamina.core.errors import EngineDeadError, LogitsError, OverloadedError, RequestError
-from lamina.core.types import Client, FinishReason, Logprob, Request, SamplingParams
+from lamina.core.outputs import FinishReason, Logprob
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import Client, Request
 from lamina.dataplane.transport_choice import Choice, Transport
 from lamina.engine.lives import Event, Life
 from lamina.engine.stats import EngineStats, MemoryStats, PlacementStats, ScalingStats

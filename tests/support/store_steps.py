@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 
 from lamina.control.messages import MemorySetup
+from lamina.core.sampling import SamplingParams
 from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
-from lamina.core.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
+from lamina.core.types import AttentionSpec, DType, Overlap, Segment
 from lamina.dataplane.wire import body_nbytes
 from lamina.memory.store import KvStore, StepTables
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from lamina.core.types import RequestOutput
+from lamina.core.outputs import RequestOutput
 from lamina.engine.updates import OnUpdate, RequestUpdate, Whole
 from lamina.text.tokenizer import Tokenizer
 

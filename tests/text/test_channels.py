@@ -10,7 +10,8 @@ import pytest
 
 from lamina.compute.constraints import Grammars
 from lamina.core.errors import RequestError
-from lamina.core.types import ChatSettings, StructuredOutputs
+from lamina.core.sampling import StructuredOutputs
+from lamina.core.types import ChatSettings
 from lamina.text.channels import MARKERS, ChannelAnswer
 from lamina.text.chat_format import ChatFormat
 from lamina.text.chats import prepare_chat

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from lamina.control.frontend_messages import CompletionTokens
 from lamina.control.packed_logprobs import pack
-from lamina.core.types import FinishReason, Logprob, Request, SamplingParams
+from lamina.core.outputs import FinishReason, Logprob
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import Request
 from lamina.engine.updates import Reading, RequestUpdate, TokenUpdate, Whole
 from lamina.models.directory import find
 from lamina.serve.answers import Sent

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lamina.core.types import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
+from lamina.core.sampling import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 from lamina.text.stop_strings import StopChecker, StopDecision, StopStrings
 
 

@@ -13,7 +13,7 @@ from lamina.compute.device.exchanged_rows import ExchangedRows
 from lamina.compute.device.kit import ROWS
 from lamina.compute.rows import Rows
 from lamina.compute.sampler import Row, sample
-from lamina.core.types import SamplingParams
+from lamina.core.sampling import SamplingParams
 from lamina.kernels.segments import SegmentTable
 
 COSTLIEST = SamplingParams(top_p=0.5, top_k=0, min_p=1e-9, repetition_penalty=1.1, logprobs=20)

@@ -25,10 +25,11 @@ from lamina.control.timeline import Span
 from lamina.core.errors import ConfigError, RequestError
 from lamina.core.pipeline import Pipeline
 from lamina.core.requests import Owner
+from lamina.core.sampling import SamplingParams
 from lamina.core.segments import grown, moved
 from lamina.core.steps import StepPlan
 from lamina.core.topology import FIRST, Member, Topology
-from lamina.core.types import Request, SamplingParams, Segment
+from lamina.core.types import Request, Segment
 from lamina.kv.placement import Placement, nowhere
 from lamina.planning.simulate.result import Decisions, PoolUse, RequestLog, Result, State
 from lamina.planning.simulate.scenario import Arrivals, Deployment, Fault, Ints
