@@ -4,6 +4,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -55,7 +56,7 @@ def test_a_span_has_the_parameters_and_the_tokens_of_its_request(traced: Traced)
     traced.post(COMPLETION, prompt="hello", **body)
     span = traced.span()
     assert (span.name, span.kind) == ("text_completion fake", SpanKind.SERVER)
-    found = dict(span.attributes or {})
+    found: dict[str, Any] = dict(span.attributes or {})
     assert found.pop("gen_ai.response.time_to_first_chunk") > 0
     assert found == {
         "gen_ai.operation.name": "text_completion",
@@ -79,7 +80,8 @@ def test_a_span_has_the_parameters_and_the_tokens_of_its_request(traced: Traced)
         "url.path": COMPLETION,
         "url.scheme": "http",
     }
-    assert span.status.status_code is StatusCode.UNSET and span.end_time > span.start_time
+    assert span.status.status_code is StatusCode.UNSET
+    assert span.start_time is not None and span.end_time is not None and span.end_time > span.start_time
 
 
 def test_traceparent_makes_the_span_a_child(traced: Traced) -> None:
