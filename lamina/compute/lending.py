@@ -82,7 +82,7 @@ class Lender:
         self._moves.apply(plan)
         self._serving.add_steps(steps)
 
-    def release(self, sequences: Sequence[int]) -> None:
+    def end_moves(self, sequences: Sequence[int]) -> None:
         """End the moves of sequences, after the store has forgotten them."""
         self._moves.release(sequences)
 
@@ -91,13 +91,13 @@ class Lender:
         self._waiting.clear()
         self._serving.drop_steps()
         self._moves.drop(topology.epoch)
-        self._serving.change_members(self._mail.channels, topology.pipeline, topology.computes)
+        self._serving.set_members(self._mail.channels, topology.pipeline, topology.computes)
 
-    def change_members(self, topology: Topology) -> None:
+    def set_members(self, topology: Topology) -> None:
         """Serve the replicas of ``topology``, after ``Mail.change_members``."""
         holders = [*topology.memories, *topology.computes] if topology.pipeline.moves_local else []
         self._moves.change(self._others(holders))
-        self._serving.change_members(self._mail.channels, topology.pipeline, topology.computes)
+        self._serving.set_members(self._mail.channels, topology.pipeline, topology.computes)
 
     def serve(self) -> bool:
         """Serve one cut of a request that ``Mail.receive`` has received, or move one piece; return whether it did.

@@ -121,7 +121,7 @@ class Sequences:
             for each in (self.segments, self._completions, self._stops, self.drawn):
                 each.pop(sequence, None)
 
-    def clear(self) -> None:
+    def drop_all(self) -> None:
         """Drop all sequences."""
         for each in (self.segments, self._completions, self._stops, self.drawn, self._last):
             each.clear()

@@ -270,7 +270,7 @@ class ComputeWorker(WorkerLoop):
             self._order.reset(first_use(topology.epoch))
         self._slots.unmap_others(topology.names)
         self._done.clear()
-        self._sequences.clear()
+        self._sequences.drop_all()
         self._recalled = False
         if self._memory is not None:
             self._memory.store.truncate(message.kept)
@@ -292,7 +292,7 @@ class ComputeWorker(WorkerLoop):
         self._slots.register_channels(joined.values())
         self._mail.change_members(topology, joined)
         if self._lender is not None:
-            self._lender.change_members(topology)
+            self._lender.set_members(topology)
         self._lanes += [Lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
         self._replica = self._replica.within(topology, own)
 
@@ -437,7 +437,7 @@ class ComputeWorker(WorkerLoop):
         if self._memory is not None:
             self._memory.store.release(sequences)
         if self._lender is not None:
-            self._lender.release(sequences)
+            self._lender.end_moves(sequences)
 
     def _apply_plan(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""

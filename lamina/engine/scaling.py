@@ -196,7 +196,7 @@ class Scaling:
     def _balance_roles(self, roles: RoleBalance, pools: Pools, now: float) -> None:
         """Let a replica change its role if a target is missed."""
         if not self._members.is_steady or any(state != "serving" for state in self._members.states.values()):
-            roles.forget()
+            roles.drop_samples()
             return
         topology, workers = self._members.topology, self._members.topology.pipeline.workers
         prefill, decode = (topology.sizes[pool] // workers for pool in COMPUTE_POOLS)

@@ -48,9 +48,9 @@ class Serving:
         self.lanes: list[Lane] = []
         self.busy_s = 0.0
         self.parked = self.parked_nbytes = 0
-        self.change_members(channels, pipeline, computes)
+        self.set_members(channels, pipeline, computes)
 
-    def change_members(self, channels: Mapping[str, Channel], pipeline: Pipeline, computes: Sequence[str]) -> None:
+    def set_members(self, channels: Mapping[str, Channel], pipeline: Pipeline, computes: Sequence[str]) -> None:
         """Answer ``computes``, in the order of ``pipeline``, over ``channels`` from now on."""
         self._channels, self._pipeline, self._computes = channels, pipeline, tuple(computes)
         self.lanes += [Lane(number) for number in range(len(self.lanes), pipeline.lanes * pipeline.ranks)]

@@ -168,7 +168,7 @@ class KvStore:
         if self._forgets:
             self.held.note_starts(plan.lane, [step.rows for step in steps])
         if plan.chunks:
-            orders = self.watermarks.plan(plan, [(step.door, step.rows) for step in steps])
+            orders = self.watermarks.plan_chunks(plan, [(step.door, step.rows) for step in steps])
             steps = [dataclasses.replace(step, order=order) for step, order in zip(steps, orders, strict=True)]
         return steps
 

@@ -64,7 +64,7 @@ class Watermarks:
     shards: int
     _storing: dict[Shard, list[Storing]] = field(default_factory=dict)
 
-    def plan(self, plan: StepPlan, messages: Sequence[tuple[int, MessageRows]]) -> list[ChunkOrder]:
+    def plan_chunks(self, plan: StepPlan, messages: Sequence[tuple[int, MessageRows]]) -> list[ChunkOrder]:
         """Register a step's chunks.
 
         Args:

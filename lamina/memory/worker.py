@@ -173,7 +173,7 @@ class MemoryWorker(WorkerLoop):
         self._channels = {name: channel for name, channel in self._channels.items() if name in members}
         self._slots.unmap_others(self._channels)
         self._doors = self._closed_doors()
-        self._serving.change_members(self._channels, topology.pipeline, topology.computes)
+        self._serving.set_members(self._channels, topology.pipeline, topology.computes)
         self._fence.begin_epoch(topology)
         self._device_steps.change_channels(self._channels, topology.pipeline, topology.computes)
 
@@ -192,7 +192,7 @@ class MemoryWorker(WorkerLoop):
         self._doors += [Door(self._channels[name], slot) for slot in range(SLOTS) for name in new]
         moving = topology.computes if topology.pipeline.moves_local else ()
         self._moves.change(self._others([*topology.memories, *moving]))
-        self._serving.change_members(self._channels, topology.pipeline, topology.computes)
+        self._serving.set_members(self._channels, topology.pipeline, topology.computes)
         self._device_steps.change_channels(self._channels, topology.pipeline, topology.computes)
 
     def _others(self, memories: Iterable[str]) -> dict[str, tuple[Lease, Lease]]:

@@ -71,10 +71,10 @@ class RoleBalance:
             self._wanted, self._since = wanted, now
         if not wanted or now - self._since < HOLD_S:
             return 0
-        self.forget()
+        self.drop_samples()
         return wanted
 
-    def forget(self) -> None:
+    def drop_samples(self) -> None:
         """Forget what was seen: the replicas are others now."""
         self._wanted = 0
 
