@@ -63,8 +63,8 @@ def test_no_figure_of_a_table_is_cut(terminal: bool) -> None:
     assert "k" * 60 in printed and "123456.789" in printed and "…" not in printed
 
 
-@pytest.mark.parametrize(("columns", "lines_of_a_way"), [(80, 3), pytest.param(200, 1, marks=pytest.mark.slow)])
-def test_plan_fits_a_terminal_and_shows_every_figure(columns: int, lines_of_a_way: int) -> None:
+@pytest.mark.parametrize("columns", [80, pytest.param(200, marks=pytest.mark.slow)])
+def test_plan_fits_a_terminal_and_shows_every_figure(columns: int) -> None:
     bounds = ("--prices", "own", "--slo-tbt", "200ms", "--slo-ttft", "10s")  # two kinds keep these
     printed = in_terminal(columns, *PLAN_REQUESTS, *bounds)
     table = printed.partition("Simulated at")[0]
@@ -73,7 +73,7 @@ def test_plan_fits_a_terminal_and_shows_every_figure(columns: int, lines_of_a_wa
     rows = table.count(" ms")  # TBT
     assert rows > 0 and len(re.findall(r"\d+\.\d\d s\b", table)) == 2 * rows  # TTFT, stall
     assert len(re.findall(r"\d+\.\d\d", table)) == 7 * rows  # these, requests/s, $/h, $/M in, $/M out, model
-    assert "rtx3090:" in table and (re.search(r"a100-80g:\d \+ rtx3090:", table) is None) == (lines_of_a_way > 1)
+    assert re.search(r"a100-80g:\d \+ rtx3090:\d", table)  # a way's pools in one line
 
 
 WORDS = st.lists(st.text("abc019.%", min_size=1, max_size=24), min_size=1, max_size=4).map(" ".join)

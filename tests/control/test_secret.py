@@ -72,7 +72,7 @@ def test_who_finds_a_file_finds_all_of_it(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be written to .*nowhere"):
         secret.from_file(tmp_path / "nowhere" / "secret")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot read the cluster secret in"):
         secret.from_file(tmp_path)
 
 
