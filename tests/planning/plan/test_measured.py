@@ -10,7 +10,7 @@ from bench.cost import measured
     [
         ("rtx4090", 1, 0.10, 0.08, 0.08),  # nearly full: most of what it holds are weights
         ("rtxpro6000", 1, 0.15, 0.06, 0.07),
-        ("qwen3_32b", 12, 0.15, 0.06, 0.06),
+        ("qwen3_32b", 12, 0.20, 0.06, 0.06),
         ("gpt_oss", 24, 0.20, 0.06, 0.06),
     ],
 )
