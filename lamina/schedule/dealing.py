@@ -183,7 +183,7 @@ class Dealer:
     def _lane_again(self, group: Group) -> int:
         """Return the emptiest lane whose replica needs no KV of a request that is in other replicas' local memory.
 
-        If there is none, replicas lend, and the emptiest lane of all is returned.
+        Return the emptiest of all lanes if every lane needs such KV: its replica then attends to it by the others.
         """
         decodes = bool(group.searches or group.forked)
         emptiest = self.seats.emptiest_to_decode if decodes else self.seats.emptiest

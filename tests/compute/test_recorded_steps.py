@@ -16,7 +16,7 @@ from lamina.compute.device.kit import Replay
 from lamina.control.timeline import Timeline
 from lamina.memory.device.gpu import Gpu, _Pages
 from tests.support.late_backend import LateBackend, LateKit
-from tests.support.local_steps import LocalWorker, check_steps, plans, recorded_and_usual
+from tests.support.local_steps import LocalWorker, assert_same_logits, plans, recorded_and_usual
 from tests.support.sweep import sweep
 
 FAMILIES = ("llama", "gemma2", "gpt_oss", "bloom")
@@ -30,7 +30,7 @@ def test_a_recorded_step_gives_the_logits_of_slices(family: str) -> None:
     device = recorded.store.device
     assert isinstance(device, Gpu)
     device._pages = pages = _Pages(device._backend, 64)  # for one sequence
-    check_steps(recorded, usual, seed=0, steps=8, most=3, longest=8, reserved=2)
+    assert_same_logits(recorded, usual, seed=0, steps=8, most=3, longest=8, reserved=2)
     assert device._pages is not pages
 
 
@@ -42,7 +42,7 @@ def test_a_replay_waits_for_what_was_given_to_the_gpu_before() -> None:
     specs, element = usual.store.attentions, usual.store.element
     with kit.mode:
         recorded = LocalWorker("llama", kit, "emulated", CAPACITY, Gpu(backend, specs, element, CAPACITY))
-        check_steps(recorded, usual, seed=2, steps=8, most=2, longest=8)
+        assert_same_logits(recorded, usual, seed=2, steps=8, most=2, longest=8)
 
 
 class Counting(Emulated):

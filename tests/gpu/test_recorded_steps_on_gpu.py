@@ -3,7 +3,7 @@
 import pytest
 
 from lamina.lowering.gpu_slices import Main
-from tests.support.local_steps import check_steps, recorded_and_usual
+from tests.support.local_steps import assert_same_logits, recorded_and_usual
 
 pytestmark = pytest.mark.gpu
 CAPACITY = 600
@@ -21,4 +21,4 @@ def test_a_recorded_step_gives_the_logits_of_slices(family: str) -> None:
             return None
 
     recorded, usual = recorded_and_usual(family, Unfused(0), "cuda:0", CAPACITY)
-    check_steps(recorded, usual, seed=1, steps=36, most=9, longest=24, tolerance=1e-4, reserved=4)
+    assert_same_logits(recorded, usual, seed=1, steps=36, most=9, longest=24, tolerance=1e-4, reserved=4)

@@ -164,7 +164,7 @@ def test_without_the_packages_a_warning_says_what_to_install(
 
 
 def test_spans_reach_the_collector_named_by_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that wait are sent when the server stops."""
+    """Check that stopping the server sends the spans that have not been sent."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install lamina[otel]")
     received: list[bytes] = []
     listener = socket.create_server(("127.0.0.1", 0))

@@ -111,7 +111,7 @@ def recorded_and_usual(family: str, kit: Kit, device: str, capacity: int) -> tup
     return recorded, LocalWorker(family, kit, device, capacity, records=False)
 
 
-def check_steps(
+def assert_same_logits(
     recorded: LocalWorker,
     usual: LocalWorker,
     seed: int,
@@ -121,7 +121,7 @@ def check_steps(
     tolerance: float = 1e-5,
     reserved: int = 0,
 ) -> None:
-    """Compare the logits of a worker that records whole steps with those of one that does not, step by step.
+    """Assert that a worker that records whole steps gives the logits of one that does not, step by step.
 
     Both run what ``plans`` yields for ``seed``, ``steps``, ``most`` and ``longest``.
 

@@ -47,7 +47,7 @@ converted two at a time, in the code for compute capability 9.0."""
 PROMPT = (Tiling(64, 4, 3, 2), Tiling(64, 8, 3, 2), Tiling(32, 4, 3, 2), Tiling(64, 8, 3, 1), Tiling(128, 8, 3, 1))
 """Tried for prompt chunks, whose programs have four times the query rows and more registers."""
 TALL = (Tiling(64, TALL_WARPS, 3, 2),)
-"""For tall tiles over elements of 8 bits: the one whose results have been checked on a GPU."""
+"""Tried for tall tiles over elements of 8 bits: the only tiling whose results have been checked on a GPU."""
 WAVES = (1, 2)
 PROMPT_ROWS = 64
 SLAB_BYTES = 256 << 20  # several times what any GPU's cache holds; longer contexts read it more than once
