@@ -163,6 +163,18 @@ BUGS = [
 """,
     ),
     Bug(
+        "lender_deaf",
+        "A replica that lends memory reads neither plans nor requests of others during its own steps.",
+        "68db6ff7",
+        "lamina/compute/worker.py",
+        """\
+        return self._lender is not None and (bool(self._mail.lenders) or self._lender.is_busy)
+""",
+        """\
+        return self._lender is not None and self._lender.is_busy
+""",
+    ),
+    Bug(
         "segments_unsorted",
         "Segments of a sequence are not listed by first token, so that forks of split heads lose KV.",
         "c19edcd0",

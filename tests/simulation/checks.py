@@ -62,6 +62,9 @@ def check_turn(run: "Simulation") -> None:
         require(placement.idle[place] >= 0, f"{placement.idle[place]} slots of {place} are idle")
     require(run.processes.server.most_waiting < MOST_WAITING, "the engine has not read too many messages")
     living = [*run.processes.living.values()]
+    for one in living:
+        late = sorted({sender for sender, _, _ in one.overlooked})
+        require(not late, f"{one.name} left messages of {', '.join(late)} unread for more than a slice")
     process = living[run.turns % len(living)] if living else None  # each in turn: it takes long
     if process is not None and (store := _store(process.worker)) is not None:
         _check_slab(process.name, store.slab)

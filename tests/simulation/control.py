@@ -28,6 +28,7 @@ from tests.simulation.scenario import Pace
 from tests.simulation.world import Task
 
 ENGINE = "engine"
+Unread = tuple[str, int, int]  # sender, slot, number of the message
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_WORKER = msgspec.msgpack.Decoder(ToWorker)
 
@@ -39,12 +40,15 @@ class Process:
         client: its end of the control plane.
         reason: why it has exited; empty: it runs.
         lacks_memory: it cannot allocate memory for its next message.
+        overlooked: messages that it left unread between two slices, although it may lend its local memory.
     """
 
     def __init__(self, processes: "Processes", name: str, role: Role) -> None:
         self.name, self.role = name, role
         self.reason = ""
         self.lacks_memory = False
+        self.overlooked = set[Unread]()
+        self._unread = set[Unread]()  # when its latest slice began
         self.endpoints: list[SimulatedEndpoint] = []
         self._processes, self._network = processes, processes.network
         self._world = processes.network.world
@@ -78,10 +82,27 @@ class Process:
             raise MemoryError(f"{self.name} cannot allocate memory for a message")
 
     def _run_slice(self, tokens: torch.Tensor) -> None:
+        unread = self._find_unread()
+        self.overlooked |= self._unread & unread
+        self._unread = unread
         self._world.block(self._processes.pace.slice_s * (1 + len(tokens) / 100))
         if POISON in tokens:
             self.exit("killed by signal 11")
             self._world.block(0.0)
+
+    def _find_unread(self) -> set[Unread]:
+        """Return the messages of other replicas and of the engine that a worker with memory to lend has not read."""
+        mail = self.worker._mail if isinstance(self.worker, compute.ComputeWorker) else None
+        if mail is None or not mail.lenders:
+            return set()
+        sequence = self.endpoints[0].native.sequence
+        found = {
+            (peer, slot, number)
+            for peer in mail.lenders
+            for slot, (bell, number) in mail.channels[peer].awaited.items()
+            if sequence(bell) >= number
+        }
+        return found | {(ENGINE, 0, number) for number in self.client.unread}
 
     def exit(self, reason: str) -> None:
         """The process has ended, or is killed."""
@@ -288,11 +309,18 @@ class SimulatedClient(ControlClient):
         self._process, self._processes = process, processes
         self._network, self._world = processes.network, processes.network.world
         self._inbox: collections.deque[bytes] = collections.deque()
+        self._delivered = 0  # messages so far
         self._waits = False
+
+    @property
+    def unread(self) -> range:
+        """Numbers of the messages that have arrived and were not received."""
+        return range(self._delivered - len(self._inbox), self._delivered)
 
     def deliver(self, payload: bytes) -> None:
         """A message of the engine has arrived."""
         self._inbox.append(payload)
+        self._delivered += 1
         if self._waits:
             self._process.task.wake()
 

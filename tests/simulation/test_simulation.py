@@ -54,6 +54,30 @@ def test_a_wrong_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is the first that is wrong" in cluster.Simulation(5, [], 50).run().failure
 
 
+def test_replicas_that_lend_memory_read_requests_and_plans_between_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run checks that a lender leaves no message unread for a slice (``checks.check_turn``).
+
+    In this run, requests of two replicas with slow slices overflow into each other's local memory.
+    """
+    from lamina.compute.lending import Lender
+    from lamina.compute.mail import Request
+    from tests.simulation.cluster import Simulation
+
+    begun: list[Request] = []
+    begin = Lender._begin
+
+    def watched(lender: Lender, request: Request) -> None:
+        begun.append(request)
+        begin(lender, request)
+
+    monkeypatch.setattr(Lender, "_begin", watched)
+    simulation = Simulation(3, [], 100)
+    assert (simulation.layout.computes, simulation.layout.memories, simulation.layout.pace.slice_s) == (2, 0, 0.01)
+    report = simulation.run()
+    assert not report.failure
+    assert len(begun) > 100
+
+
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_known_faults_can_be_put_back(bug: Bug) -> None:
     """Each fix is still where the search for its fault undoes it, so that the search means something."""
