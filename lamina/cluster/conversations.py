@@ -65,15 +65,14 @@ def converse(gather: "Gather", conversation: Conversation[ResultT]) -> ResultT:
 
 
 class Wish(NamedTuple):
-    """A request from another machine to the engine: that a worker joins ``pool``, or that ``leaver`` leaves.
+    """A request from another machine to the engine that ``leaver``, a worker of kind ``kind``, leaves.
 
     ``moves``: the leaver's machine will be shut down, and a new worker of its kind replaces it elsewhere. Such a wish
     is repeated until the worker has left.
     """
 
-    pool: Pool
+    leaver: str
     kind: str
-    leaver: str = ""
     moves: bool = False
 
 
@@ -113,8 +112,12 @@ class Launcher(Workers, Protocol):
         """Return the kind of added workers if none is named."""
         ...
 
-    def waiting(self, pool: Pool) -> int:
-        """Return how many agents of other machines wait for a worker of a pool to run."""
+    def offers(self) -> Sequence[Pool]:
+        """Return the pool of each agent of another machine that waits for a worker to run, first come first."""
+        ...
+
+    def refuse_offers(self, pool: Pool, reason: str) -> None:
+        """Send away the agents that wait for a worker of a pool, which this cluster cannot have."""
         ...
 
     def validate_pool(self, role: Role, kind: str, count: int) -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
@@ -109,8 +109,11 @@ class _OnThisMachine:
     def default_kind(self, pool: Pool) -> str:
         return CPU
 
-    def waiting(self, pool: Pool) -> int:
-        return 0
+    def offers(self) -> Sequence[Pool]:
+        return ()
+
+    def refuse_offers(self, pool: Pool, reason: str) -> None:
+        pass
 
     def wishes(self) -> list[Wish]:
         return []

@@ -98,7 +98,6 @@ def nodes() -> list[RayNode]:
 
 @dataclass(frozen=True)
 class _Placed:
-    role: Role
     kind: str
     node: str
 
@@ -138,9 +137,12 @@ class RayWorkers:
         """Return the first kind of the pool at the start."""
         return self._kinds[pool][0]
 
-    def waiting(self, pool: Pool) -> int:
-        """Return 0: an agent starts only for a worker that the engine has started."""
-        return 0
+    def offers(self) -> Sequence[Pool]:
+        """Return no offers: an agent starts only for a worker that the engine has started."""
+        return ()
+
+    def refuse_offers(self, pool: Pool, reason: str) -> None:
+        """Do nothing: no agent offers a worker."""
 
     def validate_pool(self, role: Role, kind: str, count: int) -> None:
         """Raise ConfigError for an unknown kind. Ray finds a node later, which its autoscaler may add."""
@@ -162,7 +164,7 @@ class RayWorkers:
                 return
             node = placement_group_table(group)["bundles_to_node_id"][0]
             with self._lock:
-                self._placed[name] = _Placed(role, kind, node)
+                self._placed[name] = _Placed(kind, node)
             options = self._actor.options(
                 num_cpus=wanted.get("CPU", 0.0),
                 num_gpus=wanted.get("GPU", 0.0),
@@ -223,13 +225,13 @@ class RayWorkers:
                 draining = ray._private.state.state.get_draining_nodes()
                 with self._lock:
                     moving = [(name, one) for name, one in self._placed.items() if one.node in draining]
-                    self._wishes = [Wish(one.role, one.kind, name, moves=True) for name, one in moving]
+                    self._wishes = [Wish(name, one.kind, moves=True) for name, one in moving]
 
     def wishes(self) -> Sequence[Wish]:
         """Return the wishes of workers whose nodes are drained and of workers that leave."""
         with self._lock:
             moves, self._wishes = self._wishes, []
-        return [*moves, *(wish for wish in self._remote.wishes() if wish.leaver)]
+        return [*moves, *self._remote.wishes()]
 
     def ended(self) -> Mapping[str, str]:
         return self._remote.ended()

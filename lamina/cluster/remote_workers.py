@@ -83,8 +83,8 @@ class _Vacancy:
 class RemoteWorkers:
     """Assigns workers to agents, which connect to a port of this machine. Runs a thread of its own.
 
-    An agent that applies without a vacant worker becomes a ``Wish`` to join. Only ``kill_worker`` and ``close`` block,
-    waiting for agents.
+    An agent that applies without a vacant worker is one of ``offers``. Only ``kill_worker`` and ``close`` block: they
+    wait for agents.
 
     Attributes:
         port: Port that agents connect to.
@@ -146,12 +146,17 @@ class RemoteWorkers:
     def default_kind(self, pool: Pool) -> str:
         return REMOTE
 
-    def waiting(self, pool: Pool) -> int:
+    def offers(self) -> Sequence[Pool]:
         with self._lock:
-            return len(self._waiting(pool))
+            return [one.about.pool for one in self._agents.values() if not one.worker]
+
+    def refuse_offers(self, pool: Pool, reason: str) -> None:
+        with self._lock:
+            for one in [one for one in self._agents.values() if not one.worker and one.about.pool == pool]:
+                self._refuse(one, reason)
 
     def wishes(self) -> Sequence[Wish]:
-        """Return the wishes of agents without a worker to join, and of agents whose workers want to leave."""
+        """Return the wishes of agents whose workers want to leave."""
         with self._lock:
             wishes, self._wishes = self._wishes, []
         return wishes
@@ -271,7 +276,7 @@ class RemoteWorkers:
             one.pid = message.pid
         elif isinstance(message, Leaving):
             if one.worker:
-                self._wishes.append(Wish(one.about.pool, one.about.kind, one.worker))
+                self._wishes.append(Wish(one.worker, one.about.kind))
             else:
                 del self._agents[identity]
         elif isinstance(message, Exited):
@@ -302,8 +307,6 @@ class RemoteWorkers:
                 return
         if own:
             self._refuse(one, f"the engine does not wait for {own} any more")
-        else:
-            self._wishes.append(Wish(about.pool, about.kind))
 
     def _refuse(self, one: _Agent, reason: str) -> None:
         log.warning("a %s worker on %s is refused: %s", one.about.pool, one.about.machine, reason)
@@ -392,8 +395,11 @@ class LocalAndRemote:
     def default_kind(self, pool: Pool) -> str:
         return CPU
 
-    def waiting(self, pool: Pool) -> int:
-        return self.remote.waiting(pool)
+    def offers(self) -> Sequence[Pool]:
+        return self.remote.offers()
+
+    def refuse_offers(self, pool: Pool, reason: str) -> None:
+        self.remote.refuse_offers(pool, reason)
 
     def wishes(self) -> Sequence[Wish]:
         return [wish._replace(kind=REMOTE) for wish in self.remote.wishes()]

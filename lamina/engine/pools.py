@@ -14,7 +14,7 @@ from lamina.core.errors import ConfigError, LaminaError, WorkerError
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import COMPUTE_POOLS, Member, Pool, Role, Topology, role_of
 from lamina.engine.changes import Joiner, Joins, Leaves
-from lamina.engine.replacements import RETRY_S, Replacements, lost_replicas
+from lamina.engine.replacements import RETRY_S, Replacements, fitting, lost_replicas
 from lamina.engine.resizing import ResizePlanner, require_single_workers, together
 from lamina.schedule.turn import Turn
 
@@ -83,7 +83,6 @@ class Pools:
         self._replacements = Replacements(max_restarts)
         self._turning = dict[str, Pool]()  # members that change their role, and the pool that they are to be in
         self._moving = set[str]()  # leaving members whose replacements were started
-        self._offers = list[Wish]()  # wishes to join that were too few for a replica, or waited for a vacancy
         self._turning |= self._planner.unfinished_turns()
         self._resume_leaves()
         for pool in topology.sizes:
@@ -161,19 +160,19 @@ class Pools:
         """Start workers that enter together, for ``resize``, or as a replacement (None)."""
 
         def on_failed(error: LaminaError, again: bool) -> None:
-            if REMOTE in kinds:
-                log.warning("a %s worker of another machine does not join: %s", pool, error)
-                self._replacements.add_vacancy(pool, kinds, self._control.liveness.awake_s + RETRY_S)
-                if pool == "memory":  # nothing waits for another one
-                    self.wanted[pool] -= len(kinds)
-            elif again:
+            is_remote = REMOTE in kinds
+            if again and not is_remote:
                 self._start(pool, kinds, resize)
-            elif resize is not None:
-                log.warning("a %s worker does not join: %s", pool, error)
+                return
+            if resize is None and not is_remote:
+                self._replace(pool, kinds, error)
+                return
+            log.warning("a %s worker%s does not join: %s", pool, " of another machine" * is_remote, error)
+            if resize is None:
+                self._replacements.add_vacancy(pool, kinds, self._control.liveness.awake_s + RETRY_S)
+            else:
                 self.wanted[pool] -= len(kinds)
                 resize.fail(error)
-            else:
-                self._replace(pool, kinds, error)
 
         try:
             names = self._joins.start(pool, kinds, on_failed)
@@ -257,41 +256,35 @@ class Pools:
         self._replacements.add(pool, kinds, reason, self._control.liveness.awake_s, free)
 
     def _fill_vacancies(self) -> None:
-        """Start replacements of lost replicas that workers of other machines belonged to, once enough agents wait."""
-        now = self._control.liveness.awake_s
-        while (found := self._replacements.pop_vacancy(self._fabric.launcher.waiting, now)) is not None:
+        """Start replacements of lost workers, some of them of other machines, once enough agents wait."""
+        now, launcher = self._control.liveness.awake_s, self._fabric.launcher
+        while (found := self._replacements.pop_vacancy(launcher.offers(), now)) is not None:
             self._start(*found, None)
 
-    def _start_offered(self, pool: Pool, kind: str) -> bool:
-        """Start workers of other machines that want to join, once there are enough for a whole replica.
-
-        Returns False while lost replicas are to have those agents, or too few wait. Raises ConfigError if this cluster
-        cannot have a prefill pool.
-        """
-        kinds = (kind,) * together(pool, self._pipeline)
-        if self._replacements.has_vacancy(pool) or self._fabric.launcher.waiting(pool) < kinds.count(REMOTE):
-            return False
-        if pool == "prefill":
-            self._planner.require_roles()
-        # Fewer come than the pool is to have where lost workers are not replaced.
-        self.wanted[pool] = max(self.wanted[pool], self._coming_size(pool) + len(kinds))
-        self._start(pool, kinds, None)
-        return True
-
-    def _grant_wishes(self) -> None:
-        """Let workers of other machines join and leave as they wish; keep a wish to join while its agent waits."""
-        wishes, self._offers = [*self._offers, *self._workers.wishes()], []
-        for wish in wishes:
+    def _start_offered(self) -> None:
+        """Start workers on agents that offer more than lost workers need, once there are enough for a whole replica."""
+        launcher = self._fabric.launcher
+        for pool in launcher.offers():
+            each, offers = together(pool, self._pipeline), launcher.offers()
+            if pool not in offers or self._replacements.has_vacancy(pool) or fitting(offers, pool) < each:
+                continue
             try:
-                if not wish.leaver:
-                    kept = sum(one.pool == wish.pool for one in self._offers)
-                    started = self._start_offered(wish.pool, wish.kind)
-                    if not started and kept < self._fabric.launcher.waiting(wish.pool):
-                        self._offers.append(wish)
-                elif wish.leaver in self.topology.names and wish.leaver not in self._leaves.names:
+                if pool == "prefill":
+                    self._planner.require_roles()
+            except ConfigError as error:
+                launcher.refuse_offers(pool, str(error))
+                continue
+            # Fewer come than the pool is to have where lost workers are not replaced.
+            self.wanted[pool] = max(self.wanted[pool], self._coming_size(pool) + each)
+            self._start(pool, (REMOTE,) * each, Resize(left=each))
+
+    def _let_wishers_leave(self) -> None:
+        for wish in self._workers.wishes():
+            if wish.leaver in self.topology.names and wish.leaver not in self._leaves.names:
+                try:
                     self._let_leave(wish)
-            except LaminaError as error:
-                log.warning("%s", error)
+                except LaminaError as error:
+                    log.warning("%s", error)
 
     def _let_leave(self, wish: Wish) -> None:
         """Begin to let a worker of another machine leave. Raises ConfigError if it has to stay."""
@@ -326,7 +319,8 @@ class Pools:
         for pool, kinds in self._replacements.pop_due(self._control.liveness.awake_s):
             self._start(pool, kinds, None)
         self._fill_vacancies()
-        self._grant_wishes()
+        self._start_offered()
+        self._let_wishers_leave()
         sizes = self.topology.sizes
         coming = sum(max(0, count - sizes[pool] + self.leaving(pool)) for pool, count in self.wanted.items())
         self._joins.turn(self.topology, self._joined if steady else None, coming)

@@ -2,7 +2,8 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from lamina.cluster.pool import REMOTE, Kinds, parse_computes, size
 from lamina.cluster.pool import kinds as kinds_of
@@ -17,6 +18,23 @@ AWAIT_S = 600.0  # for another machine's worker to replace the last worker of a 
 RETRY_S = 5.0  # before a replica with workers of other machines that has not started is started again
 
 
+@dataclass(frozen=True)
+class _Vacancy:
+    """Lost workers that had joined together, some of them of other machines.
+
+    Attributes:
+        pool: Their pool.
+        kinds: Their kinds.
+        at: Monotonic second from which on workers may be started in their place.
+        until: Until when the pool may need them: a request may wait for their memory.
+    """
+
+    pool: Pool
+    kinds: Kinds
+    at: float
+    until: float
+
+
 class Replacements:
     """The replacements of lost workers that have not been started. The engine's thread owns it.
 
@@ -29,8 +47,7 @@ class Replacements:
         self.reasons: dict[Role, LaminaError] = {}
         self._restarts: Mapping[Role, Restarts] = {"compute": Restarts(max_restarts), "memory": Restarts(max_restarts)}
         self._due: list[tuple[float, Pool, Kinds]] = []  # when to start workers
-        self._vacant: list[tuple[float, Pool, Kinds]] = []  # lost replicas with remote workers; when to start
-        self._awaited: dict[Role, float] = {}  # until when a worker of another machine may replace a lost one
+        self._vacant: list[_Vacancy] = []  # to be filled by workers of other machines
 
     def may_restart(self, role: Role) -> bool:
         """Return whether this engine starts workers for lost ones."""
@@ -47,7 +64,6 @@ class Replacements:
         self.reasons[role] = reason
         restarts = self._restarts[role]
         if REMOTE in kinds:
-            self._awaited[role] = now + AWAIT_S
             self.add_vacancy(pool, kinds, now)
             log.warning("%s; another takes its place once enough workers of other machines come", reason)
             return
@@ -58,14 +74,13 @@ class Replacements:
             self._due.append((at, pool, kinds))
 
     def add_vacancy(self, pool: Pool, kinds: Kinds, at: float) -> None:
-        """Record the kinds of a replica to start once enough workers of other machines want to join, not before the
+        """Record the kinds of workers to start once enough agents of other machines offer to run them, not before the
         monotonic second ``at``."""
-        if pool != "memory":
-            self._vacant.append((at, pool, kinds))
+        self._vacant.append(_Vacancy(pool, kinds, at, at + AWAIT_S))
 
     def drop_vacancies(self, pool: Pool) -> None:
-        """Forget the lost replicas of a pool that wait for workers of other machines."""
-        self._vacant = [one for one in self._vacant if one[1] != pool]
+        """Forget the lost workers of a pool that wait for agents of other machines."""
+        self._vacant = [one for one in self._vacant if one.pool != pool]
 
     def pop_due(self, now: float) -> list[tuple[Pool, Kinds]]:
         """Return what is to be started by ``now``."""
@@ -74,18 +89,18 @@ class Replacements:
         return due
 
     def has_vacancy(self, offered: Pool) -> bool:
-        """Return whether a lost replica waits for agents that offer workers of a pool."""
-        return any(may_run(offered, pool) for _, pool, _ in self._vacant)
+        """Return whether lost workers wait for agents that offer workers of a pool."""
+        return any(may_run(offered, one.pool) for one in self._vacant)
 
-    def pop_vacancy(self, waiting: Callable[[Pool], int], now: float) -> tuple[Pool, Kinds] | None:
-        """Return the first lost replica to start again; None if too few agents of other machines wait.
+    def pop_vacancy(self, offers: Sequence[Pool], now: float) -> tuple[Pool, Kinds] | None:
+        """Return the first lost workers to start again; None if too few agents of other machines wait.
 
-        ``waiting``: returns the number of agents that wait to run a worker of a pool.
+        ``offers``: the pool of each agent that waits.
         """
-        for place, (at, pool, kinds) in enumerate(self._vacant):
-            if at <= now and waiting(pool) >= kinds.count(REMOTE):
+        for place, one in enumerate(self._vacant):
+            if one.at <= now and fitting(offers, one.pool) >= one.kinds.count(REMOTE):
                 del self._vacant[place]
-                return pool, kinds
+                return one.pool, one.kinds
         return None
 
     def count(self, pool: Pool) -> int:
@@ -94,7 +109,12 @@ class Replacements:
 
     def awaits(self, role: Role, now: float) -> bool:
         """Return whether a worker of another machine may still replace a lost one."""
-        return self._awaited.get(role, 0.0) > now
+        return any(role_of(one.pool) == role and one.until > now for one in self._vacant)
+
+
+def fitting(offers: Sequence[Pool], pool: Pool) -> int:
+    """Return how many of the agents with these ``offers`` may run a worker of a pool."""
+    return sum(may_run(one, pool) for one in offers)
 
 
 def lost_replicas(pool: Pool, count: int, default: Kinds, config: EngineConfig, topology: Topology) -> list[Kinds]:

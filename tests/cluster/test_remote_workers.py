@@ -104,13 +104,15 @@ def test_machines_for_prompts_run_only_workers_for_prompts_and_come_first(monkey
         assert appointed(enter(agent(keys, port, b"b", pool="prefill"))) == "compute0"
         assert appointed(enter(agent(keys, port, b"c", pool="compute"))) == "compute1"
         enter(agent(keys, port, b"d", pool="compute"))
-        wait_until(lambda: workers.waiting("compute") == 1)
+        wait_until(lambda: workers.offers() == ["compute"])
         other = enter(agent(keys, port, b"e", pool="prefill"))
-        wait_until(lambda: workers.waiting("prefill") == 2)
-        assert workers.waiting("compute") == 1 and workers.waiting("memory") == 0
-        assert [wish.pool for wish in workers.wishes()] == ["compute", "prefill"]
+        wait_until(lambda: workers.offers() == ["compute", "prefill"])
         workers.start(Start("prefill", "cpu", Bootstrap("compute3", "", b"", b"", b"", b"", os.getpid())))
         assert appointed(other) == "compute3"
+        refused = enter(agent(keys, port, b"f", pool="prefill"))
+        wait_until(lambda: workers.offers() == ["compute", "prefill"])
+        workers.refuse_offers("prefill", "there is none")
+        assert received(refused) == Refused("there is none") and workers.offers() == ["compute"]
     monkeypatch.setattr(remote_workers, "STOP_TIMEOUT_S", 0.0)
     workers.close()
 
@@ -120,11 +122,10 @@ def test_agents_that_have_gone_wait_no_longer(monkeypatch: pytest.MonkeyPatch) -
     workers = RemoteWorkers(LOOPBACK, 0, secret, secret.curve_keys(ENGINE))
     keys = keys_of(secret)
     with agent(keys, workers.port, b"a") as first, agent(keys, workers.port, b"b"):
-        wait_until(lambda: workers.waiting("memory") == 2)
-        assert workers.waiting("compute") == 0
+        wait_until(lambda: workers.offers() == ["memory", "memory"])
         send(first, Leaving())
-        wait_until(lambda: workers.waiting("memory") == 1)
+        wait_until(lambda: workers.offers() == ["memory"])
         workers.start(Start("memory", "cpu", Bootstrap(NAMES[0], "", b"", b"", b"", b"", os.getpid())))
-        assert workers.waiting("memory") == 0
+        assert not workers.offers()
     monkeypatch.setattr(remote_workers, "STOP_TIMEOUT_S", 0.0)
     workers.close()

@@ -16,7 +16,7 @@ from lamina.control.liveness import MOST_WAIT_S, WINDOW_S, Restarts
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, TransportError
 from lamina.core.pipeline import Pipeline
-from lamina.core.topology import FIRST, Member, Pool, Topology, may_run
+from lamina.core.topology import FIRST, Member, Pool, Role, Topology, may_run
 from lamina.engine.changes import Joiner, JoinStage, Leaves
 from lamina.engine.members import Members
 from lamina.engine.pools import Pools, Resize
@@ -101,7 +101,7 @@ def pools_of(
             waiting.remove(offered)
 
     fabric.launcher.start.side_effect = start
-    fabric.launcher.waiting = lambda pool: sum(may_run(one, pool) for one in waiting)
+    fabric.launcher.offers = lambda: [*waiting]
     control.liveness.awake_s = 0.0
     control.liveness.lost = workers.ended = lambda: {}
     workers.wishes = lambda: wishes
@@ -161,8 +161,7 @@ def test_nobody_leaves_while_a_joiner_is_linked_and_has_not_entered() -> None:
 
 
 def test_a_worker_that_asked_to_leave_stays_once_the_other_one_is_lost() -> None:
-    wish = Wish("memory", "remote", "memory1")
-    pools = pools_of(TOPOLOGY, is_drained=False, wishes=[wish])
+    pools = pools_of(TOPOLOGY, is_drained=False, wishes=[Wish("memory1", "remote")])
     pools.turn(steady=True)
     assert pools.states == {"memory1": "draining"}
     assert pools.wanted["memory"] == 1, "it is not missed"
@@ -172,35 +171,38 @@ def test_a_worker_that_asked_to_leave_stays_once_the_other_one_is_lost() -> None
 
 def test_pools_are_to_have_the_workers_that_joined_from_other_machines_and_not_those_that_left() -> None:
     """Or an engine that takes over would start workers for those that left, and end those that joined."""
-    wishes, agents = [Wish("memory", "remote")], list[Pool](["memory"])
-    pools = pools_of(TOPOLOGY, wishes=wishes, agents=agents)
+    wishes = list[Wish]()
+    pools = pools_of(TOPOLOGY, wishes=wishes, agents=["memory"])
     pools.turn(steady=True)
     assert pools.coming("memory") == 1 and pools.wanted["memory"] == 3
     (joiner,) = pools._joins._joiners
     pools._joins._fail(joiner, TransportError("its machine has gone"))
     assert pools.coming("memory") == 0 and pools.wanted["memory"] == 2
-    wishes[:] = [Wish("memory", "remote", "memory0")]
+    wishes[:] = [Wish("memory0", "remote")]
     pools.turn(steady=True)
     assert pools.wanted["memory"] == 1 and pools.topology.memories == ("memory1",)
 
 
 @pytest.mark.parametrize("capacity", [0, 9])
 def test_a_worker_of_another_machine_joins_the_pool_that_it_is_for(capacity: int) -> None:
-    """But the prefill pool only where other replicas can decode what it has computed: not with local memory."""
+    """But the prefill pool only where other replicas can decode what it has computed: not with local memory. There the
+    machine is told why."""
     compute = Member("compute0", "compute", "cpu", "", capacity)
     topology = Topology(FIRST, (compute, *TOPOLOGY.members[1:]), TOPOLOGY.pipeline)
-    pools = pools_of(topology, wishes=[Wish("prefill", "remote")], agents=["prefill"])
+    pools = pools_of(topology, agents=["prefill"])
     pools.turn(steady=True)
     assert (pools.coming("prefill"), pools.coming("compute")) == ((0, 0) if capacity else (1, 0))
     assert pools.wanted["prefill"] == pools.coming("prefill")
+    refused = [call.args for call in cast(Mock, pools._fabric.launcher).refuse_offers.mock_calls]
+    assert [(pool, "start with only memory workers" in why) for pool, why in refused] == [("prefill", True)] * (
+        capacity > 0
+    )
 
 
 def test_a_worker_that_joins_in_the_place_of_a_lost_one_is_none_too_many() -> None:
-    wishes, agents = list[Wish](), list[Pool](["memory"])
     topology = TOPOLOGY.joined([Member("memory2", "memory", "remote", "", 30)], TOPOLOGY.pipeline)
-    pools = pools_of(topology, wishes=wishes, agents=agents)
+    pools = pools_of(topology, agents=["memory"])
     pools.on_workers_lost({"memory2": TransportError("killed")}, topology.without(["memory2"]))
-    wishes[:] = [Wish("memory", "remote")]
     pools.turn(steady=True)
     assert pools.coming("memory") == 1 and pools.wanted["memory"] == 3
 
@@ -336,15 +338,22 @@ def test_an_engine_that_takes_over_ends_role_changes_and_starts_only_what_is_los
 
 
 def test_a_replica_starts_once_as_many_agents_wait_as_it_has_workers() -> None:
-    """An agent that has gone before the next one applies does not count."""
+    """An agent that has gone before the next one applies does not count, nor as an offer of another one."""
     computes = tuple(Member(f"compute{number}", "compute", "cpu", "") for number in range(2))
     topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(1, 1, ranks=2))
-    wishes, agents = list[Wish](), list[Pool]()
-    pools = pools_of(topology, wishes=wishes, agents=agents)
-    for waiting, joining in ((1, 0), (1, 0), (2, 2)):
-        wishes[:], agents[:] = [Wish("compute", "remote")], ["compute"] * waiting
+    agents = list[Pool]()
+    pools = pools_of(topology, agents=agents)
+    waits: Sequence[tuple[Sequence[Pool], int]] = [
+        (["compute"], 0),
+        ([], 0),
+        (["prefill"], 0),
+        (["compute"], 0),
+        (["compute", "compute"], 2),
+    ]
+    for waiting, joining in waits:
+        agents[:] = waiting
         pools.turn(steady=True)
-        assert pools.coming("compute") == joining
+        assert sum(map(pools.coming, pools.wanted)) == pools.coming("compute") == joining
 
 
 def test_steps_are_planned_again_when_a_joiner_dies_for_which_they_paused() -> None:
@@ -367,29 +376,51 @@ def with_remote_replica() -> Topology:
 
 
 def test_no_agent_idles_when_two_apply_while_a_lost_replica_waits_to_be_started_again() -> None:
-    topology, agents, wishes = with_remote_replica(), list[Pool](["compute"]), list[Wish]()
-    pools = pools_of(topology, agents=agents, wishes=wishes)
+    topology, agents = with_remote_replica(), list[Pool](["compute"])
+    pools = pools_of(topology, agents=agents)
     launcher, liveness = cast(Mock, pools._fabric.launcher), cast(Mock, pools._control).liveness
     gives, launcher.start.side_effect = launcher.start.side_effect, TransportError("no room")
     pools.on_workers_lost({"compute1": TransportError("killed")}, topology.without(["compute1"]))
     pools.turn(steady=True)
     launcher.start.side_effect = gives
-    agents[:], wishes[:] = ["compute"] * 2, [Wish("compute", "remote")] * 2
+    agents[:] = ["compute"] * 2
     pools.turn(steady=True)
-    wishes.clear()
     liveness.awake_s = RETRY_S
     pools.turn(steady=True)
     assert not agents and pools.coming("compute") == 2 and pools.wanted["compute"] == 3
 
 
+@pytest.mark.parametrize("pool", ["compute", "memory"])
+def test_a_pool_grows_only_until_its_lost_worker_of_another_machine_is_replaced_or_given_up(pool: Role) -> None:
+    """Requests that are too long for what is left wait as long as it grows."""
+    name = f"{pool}9"
+    topology = TOPOLOGY.joined([Member(name, pool, "remote", "", 30 * (pool == "memory"))], Pipeline(2, 2))
+    for size in (None, TOPOLOGY.sizes[pool]):
+        agents = list[Pool]()
+        pools = pools_of(topology, agents=agents)
+        pools.on_workers_lost({name: TransportError("killed")}, topology.without([name]))
+        pools.turn(steady=True)
+        assert pools.grows(pool)
+        if size is not None:
+            pools.resize({pool: PoolChange(size, is_size=True)}, Resize())
+        else:
+            agents[:] = [pool]
+            pools.turn(steady=True)
+            assert pools.grows(pool) and pools.coming(pool) == 1
+            pools._joins._joiners.clear()  # it has entered
+        assert not pools.grows(pool)
+
+
 def test_a_size_counts_no_worker_that_may_come_for_a_lost_one() -> None:
+    """A machine that offers a worker afterwards adds it to that size, as to any other."""
     topology, agents = with_remote_replica(), list[Pool]()
     pools = pools_of(topology, agents=agents)
     pools.on_workers_lost({"compute1": TransportError("killed")}, topology.without(["compute1"]))
     pools.resize({"compute": PoolChange(2, is_size=True)}, Resize())
+    assert pools.coming("compute") == 1 and pools.wanted["compute"] == 2
     agents[:] = ["compute"]
     pools.turn(steady=True)
-    assert pools.coming("compute") == 1 and pools.wanted["compute"] == 2
+    assert pools.coming("compute") == 2 and pools.wanted["compute"] == 3
 
 
 def test_a_pool_that_has_the_size_asked_for_gets_no_more_workers_from_the_next_engine() -> None:
@@ -416,7 +447,7 @@ def test_a_worker_that_leaves_while_it_changes_its_role_is_missed_in_no_pool() -
     pools = pools_of(topology, wishes=wishes)
     pools.resize({"prefill": PoolChange(1), "compute": PoolChange(-1)}, Resize())
     assert pools.states == {"compute2": "turning"}
-    wishes[:] = [Wish("compute", "remote", "compute2")]
+    wishes[:] = [Wish("compute2", "remote")]
     pools.turn(steady=False)
     wishes.clear()
     assert {pool: pools._coming_size(pool) for pool in pools.wanted} == pools.wanted

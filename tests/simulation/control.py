@@ -135,8 +135,11 @@ class Processes(Launcher):
     def default_kind(self, pool: Pool) -> str:
         return "cpu"
 
-    def waiting(self, pool: Pool) -> int:
-        return 0
+    def offers(self) -> Sequence[Pool]:
+        return ()
+
+    def refuse_offers(self, pool: Pool, reason: str) -> None:
+        """No agent offers a worker."""
 
     def validate_pool(self, role: Role, kind: str, count: int) -> None:
         """Any pool will do."""
