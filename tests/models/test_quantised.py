@@ -70,7 +70,14 @@ def test_ranks_get_parts_of_weights(tmp_path: Path, name: str) -> None:
         ("fp8-blocks", {"activation_scheme": "static"}, "activations have fixed scales"),
         ("fp8-tensor", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "it is sparse"),
         ("fp8-tensor", {"format": "nvfp4-pack-quantized"}, "its format is nvfp4-pack-quantized"),
-        ("fp8-tensor", {"config_groups": {}}, "it has no config_groups"),
+        ("fp8-tensor", {"config_groups": {}}, "it quantises no weights"),
+        ("fp8-tensor", {"config_groups": None}, "it quantises no weights"),
+        ("fp8-tensor", {"config_groups": {"W8A8": ["Linear"]}}, r"one of its config_groups is \['Linear'\]"),
+        (
+            "fp8-tensor",
+            {"config_groups": {"kv": {"targets": ["Attention"]}}},
+            "quantises Attention without their weights",
+        ),
         ("gptq-4", {"group_size": "many"}, "its group_size is many"),
     ],
 )
@@ -89,6 +96,13 @@ def _configure(path: Path, **changes: Any) -> None:
     config = json.loads(file.read_text())
     config["quantization_config"] |= changes
     file.write_text(json.dumps(config))
+
+
+def test_a_block_may_be_written_as_text() -> None:
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x64"}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+    found = scheme("model", {"quantization_config": config})
+    assert found is not None and found.blocks == ((128, 64),)
 
 
 @pytest.mark.parametrize("status", ["frozen", "initialized", "calibration"])

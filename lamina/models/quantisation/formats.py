@@ -161,8 +161,14 @@ def _compressed(config: Mapping[str, Any]) -> Scheme:
     sparsity = config.get("sparsity_config") or {}
     _require(sparsity.get("format", "dense") == "dense", f"it is sparse ({sparsity.get('format')})")
     _require(not config.get("transform_config"), "it transforms activations (transform_config)")
-    groups = list(config["config_groups"].values())
-    _require(bool(groups), "it has no config_groups")
+    groups = list((config.get("config_groups") or {}).values())
+    _require(bool(groups), "it quantises no weights (config_groups is empty)")
+    for group in groups:
+        _require(
+            isinstance(group, dict), f"one of its config_groups is {group!r}, without what is done to these modules"
+        )
+        targets = ", ".join(map(str, group.get("targets") or ["some modules"]))
+        _require(bool(group.get("weights")), f"it quantises {targets} without their weights")
     for form in {config.get("format"), *(group.get("format") for group in groups)} - {None, "mixed-precision"}:
         _require(form in _COMPRESSED_FORMATS, f"its format is {form}")
     blocks = tuple(_compressed_block(group) for group in groups)
@@ -185,6 +191,8 @@ def _compressed_block(group: Mapping[str, Any]) -> Block:
     _require(bool(activations.get("dynamic")), "its activations have fixed scales")
     _require(not group.get("output_activations"), "it quantises the results of layers (output_activations)")
     size, structure = weights.get("group_size"), weights.get("block_structure")
+    if isinstance(structure, str):
+        structure = [int(part) for part in structure.split("x")]
     if strategy is None:
         strategy = "group" if size and size > 0 else "channel" if size == _WHOLE else "tensor"
     if strategy == "block" and isinstance(structure, list):
