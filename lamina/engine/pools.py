@@ -38,6 +38,9 @@ class Resize:
     left: int = 0
     done: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.future.set_running_or_notify_cancel()  # its caller cannot cancel it
+
     def on_member_change(self, name: str) -> None:
         """Record that a worker has joined or left."""
         self.left -= 1

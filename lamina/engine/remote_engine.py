@@ -243,6 +243,7 @@ class RemoteEngine:
     ) -> concurrent.futures.Future[list[str]]:
         """Change the pools as ``Engine.scale`` does. Errors are set on the future; only EngineDeadError is raised."""
         reply: concurrent.futures.Future[list[str]] = concurrent.futures.Future()
+        reply.set_running_or_notify_cancel()  # its caller cannot cancel it
         with self._lock:
             self._require_alive()
             number = next(self._numbers)
@@ -327,7 +328,7 @@ class RemoteEngine:
         elif isinstance(message, LivesOf):
             self._resolve(message.number, message.lives)
         elif isinstance(message, Scaled):
-            self._note_scaled(message)
+            self._resolve(message.number, message.workers, _error(message) if message.error else None)
         elif isinstance(message, Stopped):
             self._end(message.reason)
         elif message.incarnation != self._incarnation:
@@ -364,20 +365,16 @@ class RemoteEngine:
             self._forget([number])
             self._send(Abort([number]))
 
-    def _note_scaled(self, message: Scaled) -> None:
+    def _resolve(self, number: int, value: object, error: LaminaError | None = None) -> None:
+        """Answer a question. Its caller's thread may run only after the next message, which may be that of the end."""
         with self._lock:
-            reply = self._replies.pop(message.number, None)
-        if reply is None:
+            reply = self._replies.pop(number, None)
+        if reply is None:  # the wait has timed out
             return
-        if message.error:
-            reply.set_exception(_error(message))
-        else:
-            reply.set_result(message.workers)
-
-    def _resolve(self, number: int, value: object) -> None:
-        reply = self._replies.get(number)  # None: the wait has timed out
-        if reply is not None:
+        if error is None:
             reply.set_result(value)
+        else:
+            reply.set_exception(error)
 
     def _end(self, reason: str) -> None:
         """End every request with an error: the engine has stopped, or this client is closed."""

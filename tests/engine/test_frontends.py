@@ -4,13 +4,14 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 
-from lamina.control.frontend_messages import CompletionTokens, FrontendBootstrap
+from lamina.control.frontend_messages import CompletionTokens, FrontendBootstrap, Stopped
 from lamina.control.packed_logprobs import pack
 from lamina.control.timeline import Span
 from lamina.core.errors import EngineDeadError, LaminaError, OverloadedError, RequestError
@@ -21,6 +22,7 @@ from lamina.engine import frontends
 from lamina.engine.frontends import Frontends
 from lamina.engine.lives import Event, Life
 from lamina.engine.remote_engine import RemoteEngine
+from lamina.engine.stats import StatsOf
 from lamina.engine.streams import Submission
 from lamina.engine.updates import RequestUpdate, TokenUpdate, Whole
 from lamina.models.directory import find
@@ -187,6 +189,18 @@ async def test_when_the_engine_stops_every_request_ends_once(engine: RecordingEn
     with pytest.raises(EngineDeadError, match="worker memory0 is gone"):
         await submit(remote, Submission("late", [5], SamplingParams(), Caller()))
     assert (await asyncio.to_thread(remote.stats)).dead == "worker memory0 is gone"
+
+
+async def test_requests_end_also_if_the_engine_stops_right_after_an_answer(
+    engine: RecordingEngine, remote: RemoteEngine
+) -> None:
+    """Before the thread that asked has run again."""
+    caller, asked = Caller(), Future[object]()
+    await submit(remote, Submission("a", [5], SamplingParams(), caller))
+    remote._replies[77] = asked
+    remote._dispatch(StatsOf(77, STATS))
+    remote._dispatch(Stopped("it was killed"))
+    assert caller.finished and asked.result(0) == STATS
 
 
 async def test_a_frontend_that_connects_after_the_engine_has_stopped_is_told(

@@ -130,6 +130,14 @@ def test_the_last_replica_stays_though_it_only_runs_prompts() -> None:
     assert pools.topology == lost and pools.states["compute0"] == "draining"
 
 
+def test_a_change_that_has_been_asked_for_cannot_be_cancelled() -> None:
+    """Its result would then be set a second time, which ends the engine's thread."""
+    resize = Resize()
+    assert not resize.future.cancel()
+    pools_of(TOPOLOGY).resize({"memory": PoolChange(2, is_size=True)}, resize)
+    assert resize.future.result(0) == []
+
+
 def test_pools_grow_no_further_than_a_memory_worker_has_room_for_links() -> None:
     """Lost workers could not be replaced once others have taken the room of their links."""
     pools = pools_of(TOPOLOGY)
