@@ -144,7 +144,8 @@ class Lamina:
             tool_choice: "auto"; "none" (the model is not shown the tools); "required", or a function in the form of
                 OpenAI's API: a grammar enforces calls.
             response_format: A pydantic model or a JSON schema that answers match. ``parsed`` is then an instance of the
-                model, or the answer's JSON value; None if the answer is cut off.
+                model, or the answer's JSON value; None if the answer is cut off, or if the
+                model's validators refuse it.
 
         Raises:
             RequestError: Also if the template rejects the messages, or has no tools.

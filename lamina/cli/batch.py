@@ -66,6 +66,8 @@ def _requests(source: Path) -> Iterator[dict[str, Any]]:
                     raise ConfigError(f"{source}, line {number} is not JSON: {why}") from None
                 except UnicodeDecodeError:
                     raise ConfigError(f"{source}, line {number} is not JSON: it is not UTF-8") from None
+                except RecursionError:
+                    raise ConfigError(f"{source}, line {number} is not JSON: it is nested too deeply") from None
                 if (fault := _find_error(request)) is not None:
                     raise ConfigError(f"{source}, line {number}: {fault}")
                 yield request

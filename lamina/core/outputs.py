@@ -52,7 +52,8 @@ class CompletionOutput:
         reasoning: In chats, the reasoning in ``text``, without its tags.
         content: In chats, ``text`` without reasoning and tool calls.
         tool_calls: In chats, the function calls in ``text``, in order.
-        parsed: In chats, the object that ``response_format`` asked for; None if the answer is cut off.
+        parsed: In chats, the object that ``response_format`` asked for; None if the answer is cut off, or
+            if validators of its pydantic model refuse it.
     """
 
     index: int

@@ -112,7 +112,7 @@ class StructuredOutputs:
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"structured_outputs.json is not JSON: {error}") from None
         if schema is not None:
             object.__setattr__(self, "json", json.dumps(schema))

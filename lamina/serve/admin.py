@@ -89,7 +89,7 @@ def _changes(body: bytes) -> dict[str, str]:
         raise APIError(413, f"the body has {len(body)} bytes; {example}")
     try:
         wanted: Any = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise APIError(400, f"the body is not JSON ({error}); {example}") from error
     if not isinstance(wanted, dict) or not wanted or not wanted.keys() <= set(POOLS):
         raise APIError(400, f"the body names no pool, or one that does not exist; {example}")

@@ -1,7 +1,6 @@
 """Implements Anthropic's messages API: translates bodies to those of chats, and writes answers as blocks."""
 
 import contextlib
-import json
 import uuid
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from lamina.serve.http_errors import APIError, as_api_error
 from lamina.serve.json_fields import decode_field, text_content
 from lamina.serve.requests import GenerationRequest, chat_generation
 from lamina.text.tools import NamedFunction, NamedTool, ToolChoice
+from lamina.text.written_json import read_written
 
 MESSAGES_PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
 
@@ -216,7 +216,7 @@ class MessagesWriter(BlockWriter):
 def arguments(text: str) -> Any:
     """Return the arguments of a call; empty if the call was cut off."""
     try:
-        return json.loads(text) if text else {}
+        return read_written(text) if text else {}
     except ValueError:
         return {}
 

@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, NoReturn
 
@@ -15,6 +17,7 @@ import jinja2.sandbox
 import jinja2.utils
 
 from lamina.core.errors import RequestError
+from lamina.text.written_json import read_written
 
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
@@ -26,6 +29,31 @@ Parts = Literal["joined", "single", "given"]
 """Form of a content of several text parts: their text; a list with one part that has their text; the list as given."""
 
 _PROBE = "lamina-probe"
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How messages with tool calls are written for a template.
+
+    Attributes:
+        fills_content: The content of a message that has only tool calls is an empty string.
+        arguments_as_text: The arguments of tool calls are JSON text, not objects.
+        short_ids: Ids of tool calls have nine letters and digits.
+    """
+
+    fills_content: bool = False
+    arguments_as_text: bool = False
+    short_ids: bool = False
+
+
+_USUAL = _Form()
+_OTHER_FORMS = tuple(
+    _Form(fills_content, arguments_as_text, short_ids)
+    for short_ids in (False, True)
+    for fills_content, arguments_as_text in ((False, False), (True, False), (True, True))
+)[1:]
+"""Forms for templates that fail on the usual one: some join contents and arguments to texts, Mistral's accept no other
+ids than their own."""
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -67,9 +95,10 @@ class ChatTemplate:
         """Return the prompt for ``messages``, OpenAI style: role, and content as a string or a list of text parts.
 
         Templates get what transformers gives them, with the arguments of tool calls as objects. A template that does
-        not read lists of parts gets the texts of the parts, joined by line breaks. If a template fails, it is rendered
-        again with an empty string for missing content, and then with arguments as JSON text, which some templates
-        concatenate.
+        not read lists of parts gets the texts of the parts, joined by line breaks. A message of the role "developer"
+        is one of the role "system" for templates that would leave it out. If a template fails on tool calls, it is
+        rendered again with an empty string for missing content, with arguments as JSON text, which some templates
+        concatenate, and with ids of nine characters, which Mistral's templates require.
 
         Args:
             tools: the functions that the model may call, OpenAI style.
@@ -104,13 +133,14 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
-        fill_content: bool = False,
-        arguments_as_text: bool = False,
+        form: _Form = _USUAL,
         parts: Parts = "joined",
     ) -> str:
         given = {"documents": None, **self._special_tokens, **variables}
-        plain = [_plain_message(message, fill_content, arguments_as_text) for message in messages]
+        plain = [_plain_message(message, form) for message in messages]
         for message in plain:
+            if message["role"] == "developer" and not self._shows_developers:
+                message["role"] = "system"
             if "content" in message:
                 message["content"] = self._content(message["content"], parts)
         return self._template.render(
@@ -133,14 +163,20 @@ class ChatTemplate:
     @functools.cached_property
     def _reads_parts_alone(self) -> bool:
         """Whether the template leaves out contents that are texts, and shows those that are lists of parts."""
+        text, parts = ({"role": "user", "content": content} for content in (_PROBE, _single(_PROBE)))
+        return not self._shows(text) and self._shows(parts)
 
-        def shows(content: str | list[Any]) -> bool:
-            message = {"role": "user", "content": content}
-            with contextlib.suppress(Exception):  # such as a refusal of conversations without a system message
-                return _PROBE in self._template.render(self._special_tokens, messages=[message], tools=None)
-            return False
+    @functools.cached_property
+    def _shows_developers(self) -> bool:
+        """Whether the template shows messages of the role "developer"."""
+        content = _single(_PROBE) if self._reads_parts_alone else _PROBE
+        return self._shows({"role": "developer", "content": content}, {"role": "user", "content": content[:0]})
 
-        return not shows(_PROBE) and shows(_single(_PROBE))
+    def _shows(self, *messages: Mapping[str, Any]) -> bool:
+        """Return whether the template shows the probe that ``messages`` hold."""
+        with contextlib.suppress(Exception):  # such as a refusal of conversations without a system message
+            return _PROBE in self._template.render(self._special_tokens, messages=messages, tools=None)
+        return False
 
 
 def _single(text: str) -> list[Any]:
@@ -159,10 +195,10 @@ def _render_parts(render: Callable[..., str], messages: Sequence[Mapping[str, An
 
 def _render_calls(render: Callable[..., str], messages: Sequence[Mapping[str, Any]], error: Exception) -> str:
     """Render in other forms messages with tool calls, on which a template has failed with ``error``."""
-    if any(message.get("tool_calls") for message in messages):
-        for as_text in (False, True):
+    if any(message.get("tool_calls") or message.get("tool_call_id") for message in messages):
+        for form in _OTHER_FORMS:
             with contextlib.suppress(Exception):
-                return render(fill_content=True, arguments_as_text=as_text)
+                return render(form=form)
     raise RequestError(f"the model's chat template refuses these messages: {error}") from error
 
 
@@ -230,17 +266,14 @@ def _is_call(call: Any) -> bool:
     return isinstance(function.get("arguments"), str | Mapping | None)
 
 
-def _plain_message(message: Mapping[str, Any], fill_content: bool, arguments_as_text: bool) -> dict[str, Any]:
-    """Return a copy of a message without null and empty fields, since templates test whether fields exist.
-
-    Args:
-        fill_content: Set the content of a message that has only tool calls to an empty string.
-        arguments_as_text: Give the arguments of tool calls as JSON text, not as objects.
-    """
+def _plain_message(message: Mapping[str, Any], form: _Form) -> dict[str, Any]:
+    """Return a copy of a message without null and empty fields, since templates test whether fields exist."""
     plain = {key: value for key, value in message.items() if value is not None}
     if calls := plain.pop("tool_calls", None):
-        plain["tool_calls"] = [_plain_call(call, arguments_as_text) for call in calls]
-    if "content" not in plain and (fill_content or not (calls or "function_call" in plain)):
+        plain["tool_calls"] = [_plain_call(call, form) for call in calls]
+    if form.short_ids and isinstance(answered := plain.get("tool_call_id"), str):
+        plain["tool_call_id"] = _short_id(answered)
+    if "content" not in plain and (form.fills_content or not (calls or "function_call" in plain)):
         plain["content"] = ""
     reasoning = next((plain[key] for key in REASONING if key in plain), None)
     if reasoning is not None:
@@ -248,18 +281,31 @@ def _plain_message(message: Mapping[str, Any], fill_content: bool, arguments_as_
     return plain
 
 
-def _plain_call(call: Mapping[str, Any], arguments_as_text: bool) -> dict[str, Any]:
+def _plain_call(call: Mapping[str, Any], form: _Form) -> dict[str, Any]:
     function = dict(call["function"])
     arguments = function.get("arguments")
-    if arguments_as_text:
+    if form.arguments_as_text:
         function["arguments"] = arguments if isinstance(arguments, str) else _tojson(arguments or {})
     elif not arguments:
         function["arguments"] = {}
     elif isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # a model may have written what is no JSON: it stays text
-            if isinstance(parsed := json.loads(arguments), dict | list):
+        with contextlib.suppress(ValueError):  # a model may have written what is no JSON: it stays text
+            if isinstance(parsed := read_written(arguments), dict | list):
                 function["arguments"] = parsed
-    return {**call, "function": function}
+    plain = {**call, "function": function}
+    if form.short_ids and isinstance(call.get("id"), str):
+        plain["id"] = _short_id(call["id"])
+    return plain
+
+
+_SHORT = 9
+
+
+def _short_id(call_id: str) -> str:
+    """Return nine letters and digits for the id of a tool call: the id itself, if it is of this form."""
+    if len(call_id) == _SHORT and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode(errors="replace")).hexdigest()[:_SHORT]
 
 
 def joined_text(parts: Sequence[Any]) -> str:

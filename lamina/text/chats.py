@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from lamina.text.prompts import Message, encode_chat
 from lamina.text.tokenizer import Tokenizer
 from lamina.text.tool_calls import AnswerParser, CallArguments, CallBegins, Content, Reasoning
 from lamina.text.tools import ToolChoice, Tools, calls_parser, forced_calls, plain_tools
+from lamina.text.written_json import read_written
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,10 @@ class Chat:
                     arguments[index] = arguments.get(index, "") + text
         answer.tool_calls = [ToolCall(name, _object(arguments.get(index, ""))) for index, name in names.items()]
         if self.read_object is not None and answer.finish_reason is FinishReason.STOP:
-            answer.parsed = self.read_object(answer.content)
+            with contextlib.suppress(
+                ValueError
+            ):  # a stop string has cut it off, or the model's own validators refuse it
+                answer.parsed = self.read_object(answer.content)
 
 
 def prepare_chat(
@@ -108,7 +111,7 @@ def prepare_chat(
         plain = StructuredOutputs(json=response_format)
         compile_grammar(plain)  # within the grammar of a whole answer, not all that is wrong with a schema is found
         wanted = form.constrain(plain, text)
-        read_object = getattr(response_format, "model_validate_json", json.loads)
+        read_object = getattr(response_format, "model_validate_json", read_written)
     return Chat(
         encode_chat(tokenizer, text, max_model_len),
         wanted,
@@ -120,6 +123,6 @@ def prepare_chat(
 
 def _object(text: str) -> dict[str, Any] | None:
     with contextlib.suppress(ValueError):
-        found = json.loads(text or "{}")
+        found = read_written(text or "{}")
         return found if isinstance(found, dict) else None
     return None

@@ -5,11 +5,12 @@ arguments, which are JSON text. Text that may be the beginning of a call is held
 """
 
 import contextlib
-import json
 import re
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
+
+from lamina.text.written_json import read_written
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,8 @@ class _CallObject:
     def _read_value(self, char: str, stream: bool = False) -> Generator[None, str, tuple[str, str]]:
         """Return a value that begins with ``char``, and the character after it if that has been read.
 
-        The value is not checked. ``stream``: it is the arguments, which are returned as they grow.
+        The value is not checked. ``stream``: it is the arguments, which are returned as they grow, if they are
+        no text.
         """
         text, depth = "", 0
         in_string = escaped = False
@@ -192,7 +194,7 @@ class _CallObject:
                 in_string = char == '"'
                 depth += (char in "{[") - (char in "}]")
             text += char
-            if stream and text[0] != '"':  # a text is JSON within JSON, which has to be complete
+            if stream and text[0] in "{[":  # a text is JSON within JSON, which has to be complete
                 self._arguments += char
                 self._had_arguments = True
             if depth == 0 and not in_string and char in '"}]':
@@ -204,9 +206,12 @@ class _CallObject:
             name = _loaded(text)
             self.name = name if isinstance(name, str) else None
             self.failed = self.failed or self.name is None
-        elif key in _ARGUMENTS and text.startswith('"'):
-            self._arguments += str(_loaded(text))
-            self._had_arguments = True
+        elif key in _ARGUMENTS and text[:1] not in "{[":
+            value = _loaded(text)
+            text = value if isinstance(value, str) else text
+            if text.strip() and value is not None:  # an empty text and null are no arguments
+                self._arguments += text
+                self._had_arguments = True
 
     def _end(self) -> None:
         self.done = True
@@ -223,7 +228,7 @@ def _next() -> Generator[None, str, str]:
 
 def _loaded(text: str) -> object:
     try:
-        return json.loads(text)
+        return read_written(text)
     except ValueError:
         return None
 

@@ -176,6 +176,22 @@ def test_arguments_that_are_text_or_missing() -> None:
     assert read(TOOL_PARSERS["hermes"](), text, None)[2] == [("f", '{"a": 1}'), ("g", "{}")]
 
 
+@pytest.mark.parametrize("seed", [None, *range(5)])
+@pytest.mark.parametrize("arguments", ["null", '""', '" "', "{}"])
+def test_a_function_without_parameters_gets_an_object(arguments: str, seed: int | None) -> None:
+    calls = [f'{{"name": "f", "arguments": {arguments}}}', f'{{"arguments": {arguments}, "name": "g"}}']
+    text = "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+    sizes = None if seed is None else random.Random(seed)
+    assert read(TOOL_PARSERS["hermes"](), text, sizes) == ("", "", [("f", "{}"), ("g", "{}")])
+
+
+@pytest.mark.parametrize("member", ["name", "x", "arguments"])
+def test_an_answer_that_is_nested_deeply_ends_no_request(member: str) -> None:
+    deep = "[" * 10_000 + "]" * 10_000
+    text = f'<tool_call>{{"{member}": {deep}, "a": 1}}</tool_call>'
+    assert read(TOOL_PARSERS["hermes"](), text, None)[0].startswith("<tool_call>")
+
+
 def test_calls_that_a_grammar_has_enforced() -> None:
     text = json.dumps([{"name": n, "parameters": a} for n, a in CALLS], indent=1)
     for seed in range(10):
