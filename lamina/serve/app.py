@@ -162,7 +162,7 @@ def _install_tokens(app: FastAPI, engine: Runtime, intake: Intake) -> None:
 
 
 def _tokenize(engine: Runtime, raw: bytes) -> dict[str, Any]:
-    body = decode_field("the body", msgspec.json.Decoder(TokenizeBody).decode, raw)
+    body = decode_field("", msgspec.json.Decoder(TokenizeBody).decode, raw)
     require_model(engine, body.model)
     converses = bytes(body.messages) != b"null"
     if (body.prompt is not None) == converses:
@@ -186,7 +186,7 @@ def _tokenize(engine: Runtime, raw: bytes) -> dict[str, Any]:
 
 
 def _detokenize(engine: Runtime, raw: bytes) -> dict[str, Any]:
-    body = decode_field("the body", msgspec.json.Decoder(DetokenizeBody).decode, raw)
+    body = decode_field("", msgspec.json.Decoder(DetokenizeBody).decode, raw)
     require_model(engine, body.model)
     try:
         check_tokens(body.tokens, engine.vocab_size, engine.tokenizer)

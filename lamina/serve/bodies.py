@@ -133,10 +133,15 @@ class JsonSchema(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """Form of an answer: any text, any JSON object, or JSON that matches a schema."""
+    """Form of an answer: any text, any JSON object, or JSON that matches a schema.
+
+    Attributes:
+        schema: Where llama.cpp and others have the schema, for both kinds of JSON.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | bool | None = None
 
 
 class Body(msgspec.Struct, kw_only=True):

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import json
 import math
 import ssl
 from collections import Counter
@@ -18,7 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lamina.config.environment import environment
 from lamina.config.server_config import ServerConfig
 from lamina.core.errors import ConfigError
+from lamina.serve.answers import event
 from lamina.serve.http_errors import RETRY_AFTER_S, APIError
+from lamina.serve.messages_api import in_form_of
 from lamina.serve.monitoring import EVENTS_PATH, FILES, LANES_PATH, STATE_PATH
 
 OPEN = frozenset(("/health", "/ping", "/version", *FILES))
@@ -143,9 +144,9 @@ class Gate:
                 return
             client = self._client(scope, key)
             with self._admitted(client):
-                await self._in_time(scope, receive, send)
+                await self._in_time(path, scope, receive, send)
         except APIError as error:
-            await error.response()(scope, receive, send)
+            await in_form_of(path, error).response()(scope, receive, send)
 
     def _authorize(self, path: str, key: bytes) -> None:
         if path in OPEN or path.startswith(ADMIN):
@@ -180,7 +181,7 @@ class Gate:
             if not self._open[client]:
                 del self._open[client]
 
-    async def _in_time(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _in_time(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application; after the timeout, cancel it and end its answer with an error."""
         begun: Message | None = None
 
@@ -198,8 +199,11 @@ class Gate:
             )
             if begun is None:
                 raise error from None
-            event = f"data: {json.dumps(error.body())}\n\n" if b"event-stream" in _type_of(begun) else ""
-            await send({"type": "http.response.body", "body": event.encode(), "more_body": False})
+            last = b""
+            if b"event-stream" in _type_of(begun):
+                body = in_form_of(path, error).body()
+                last = event(body, body.get("type", ""))
+            await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 def _too_many(why: str, wait_s: float) -> APIError:

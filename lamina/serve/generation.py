@@ -1,6 +1,7 @@
 """Decodes one HTTP request in a thread, runs it on the engine and writes its answer, whichever API it came through."""
 
 import asyncio
+import codecs
 import hashlib
 import itertools
 import uuid
@@ -187,7 +188,12 @@ class Intake:
         """Apply ``function`` to the body in a thread. Raises ClientDisconnect as soon as the client leaves."""
         if not _is_json(request.headers.get("content-type", "")):
             raise APIError(400, "the body must be a JSON object, sent with Content-Type: application/json")
-        body = await request.body()
+        if (coding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+            message = (
+                f"the body is compressed (Content-Encoding: {coding[:32]}), which is not supported; send it as it is"
+            )
+            raise APIError(415, message)
+        body = (await request.body()).removeprefix(codecs.BOM_UTF8)
         executor = self._small if len(body) <= SMALL else self._large
         work = asyncio.get_running_loop().run_in_executor(executor, function, body)
         del body

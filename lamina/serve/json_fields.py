@@ -15,6 +15,7 @@ import msgspec
 from lamina.core.errors import RequestError
 from lamina.schedule.limits import MAX_WAITING
 from lamina.serve.http_errors import APIError
+from lamina.text.chat_template import text_of
 from lamina.text.prompts import Prompt, as_prompts
 from lamina.text.tools import Tools, plain_tools
 
@@ -69,16 +70,37 @@ def cut_fields(
 
 
 def decode_field(name: str, decode: Callable[[Any], T], raw: Any) -> T:
-    """Return ``decode(raw)``. Raises APIError 400, which names the field, for what ``decode`` rejects."""
+    """Return ``decode(raw)``. Raises APIError 400, which names the field, for what ``decode`` rejects.
+
+    ``name``: the field that ``raw`` is the value of; empty if it is the body.
+    """
     try:
         return decode(raw)
     except msgspec.ValidationError as error:
         text, _, path = str(error).replace(" | null`", "`").partition(" - at `$")
-        raise APIError(400, f"{name}{path.rstrip('`')}: {text}", param=name) from None
+        if not path and (missing := re.fullmatch(r"Object missing required field `(\w+)`", text)):
+            text, path = "Field required", f".{missing[1]}"
+        place = f"{name}{path.rstrip('`')}".removeprefix(".")
+        raise APIError(400, f"{place or 'the body'}: {text}", param=re.split(r"[.\[]", place)[0] or None) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise APIError(400, f"the body is not JSON: {name}: {_why(error)}", param=name) from None
+        place = f"{name}: " if name else ""
+        raise APIError(400, f"the body is not JSON: {place}{_why(error)}", param=name or None) from None
     except RequestError as error:
-        raise APIError(400, str(error), param=name) from None
+        raise APIError(400, str(error), param=name or None) from None
+
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def decode_body(kind: type[S], raw: bytes, without_effect: Collection[str]) -> tuple[S, list[str]]:
+    """Return a body, and the names of its fields that are ignored, but for those that never have an effect.
+
+    Raises:
+        APIError: 400 for what is not such a body.
+    """
+    body = decode_field("", msgspec.json.Decoder(kind).decode, raw)
+    names = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    return body, ignored_names(names, {*kind.__struct_fields__, *without_effect})
 
 
 def decode_plain(raw: bytes) -> Any:
@@ -117,10 +139,13 @@ def text_content(place: str, content: Any, kinds: Collection[str], param: str) -
     if not isinstance(content, list):
         raise APIError(400, f"{place} is not a text or a list of parts", param=param)
     for part in content:
-        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in kinds:
             raise APIError(400, f"{place} has a part of type {kind!r}, which is not supported; give text", param=param)
-    texts: list[str] = [part["text"] for part in content]
+    try:
+        texts = [text_of(part) for part in content]
+    except RequestError as error:
+        raise APIError(400, f"{place}: {error}", param=param) from None
     return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
 
 

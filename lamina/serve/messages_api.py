@@ -10,9 +10,9 @@ from starlette.requests import ClientDisconnect
 
 from lamina.engine.streams import Runtime
 from lamina.serve.answers import Block, BlockWriter, Change, Json, Usage, event, new_call_id
-from lamina.serve.bodies import ChatBody
+from lamina.serve.bodies import ChatBody, ResponseFormat
 from lamina.serve.http_errors import APIError, as_api_error
-from lamina.serve.json_fields import decode_field, text_content
+from lamina.serve.json_fields import decode_body, text_content
 from lamina.serve.requests import GenerationRequest, chat_generation
 from lamina.text.tools import NamedFunction, NamedTool, ToolChoice
 from lamina.text.written_json import read_written
@@ -21,12 +21,28 @@ MESSAGES_PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
 
 _TEXTS = ("text",)
 
+_WITHOUT_EFFECT = ("metadata", "service_tier", "cache_control", "inference_geo")
+
+_NAMES = {"stop": "stop_sequences", "response_format": "output_config"}
+_NAMES |= {"response_format.json_schema.schema": "output_config.format.schema"}
+"""Names of the fields of chats in this API."""
+
 
 class _Tool(msgspec.Struct):
     name: str
     input_schema: dict[str, Any] = {}
     description: str | None = None
     type: str | None = None
+
+    @property
+    def is_function(self) -> bool:
+        """Whether the tool is the client's own; the others are Anthropic's."""
+        return self.type in (None, "custom")
+
+    def as_function(self) -> Json:
+        """Return the tool in the form of chats."""
+        function = {"name": self.name, "description": self.description or "", "parameters": self.input_schema}
+        return {"type": "function", "function": function}
 
 
 class _Choice(msgspec.Struct):
@@ -40,8 +56,21 @@ class _Message(msgspec.Struct):
     content: str | list[dict[str, Any]]
 
 
+class _Format(msgspec.Struct):
+    type: Literal["json_schema"]
+    schema: dict[str, Any] | bool
+
+
+class _OutputConfig(msgspec.Struct):
+    format: _Format | None = None
+
+
 class MessagesBody(msgspec.Struct):
-    """Body of ``POST /v1/messages``. Other fields have no effect."""
+    """Body of ``POST /v1/messages``. Other fields have no effect.
+
+    Attributes:
+        output_format: An older name of ``output_config.format``.
+    """
 
     messages: list[_Message]
     model: str | None = None
@@ -55,11 +84,13 @@ class MessagesBody(msgspec.Struct):
     tools: list[_Tool] | None = None
     tool_choice: _Choice | None = None
     thinking: dict[str, Any] | None = None
+    output_config: _OutputConfig | None = None
+    output_format: _Format | None = None
 
 
 def read_messages(engine: Runtime, raw: bytes, counting: bool = False) -> GenerationRequest:
     """Translate a body. Raises APIError, RequestError. ``counting``: only its tokens are counted."""
-    body = decode_field("the body", msgspec.json.Decoder(MessagesBody).decode, raw)
+    body, ignored = decode_body(MessagesBody, raw, _WITHOUT_EFFECT)
     if body.max_tokens is None and not counting:
         raise APIError(400, "max_tokens: Field required", param="max_tokens")
     messages: list[Json] = []
@@ -70,17 +101,12 @@ def read_messages(engine: Runtime, raw: bytes, counting: bool = False) -> Genera
     sampling: dict[str, Any] = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
     if body.stop_sequences:
         sampling["stop"] = body.stop_sequences
-    tools = [
-        {
-            "type": "function",
-            "function": {"name": t.name, "description": t.description or "", "parameters": t.input_schema},
-        }
-        for t in body.tools or ()
-    ]
+    others = {str(tool.type) for tool in body.tools or () if not tool.is_function}
+    wanted = body.output_format if body.output_config is None else body.output_config.format
     chat = ChatBody(
         model=body.model,
         messages=messages,
-        tools=tools,
+        tools=[tool.as_function() for tool in body.tools or () if tool.is_function],
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=not (body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use),
         max_tokens=body.max_tokens,
@@ -88,9 +114,11 @@ def read_messages(engine: Runtime, raw: bytes, counting: bool = False) -> Genera
         chat_template_kwargs=None
         if body.thinking is None
         else {"enable_thinking": body.thinking.get("type") != "disabled"},
+        response_format=None if wanted is None else ResponseFormat("json_schema", schema=wanted.schema),
         sampling={name: value for name, value in sampling.items() if value is not None},
+        ignored=ignored + sorted(f"tools.{kind}" for kind in others),
     )
-    return chat_generation(engine, chat, clamped=True)
+    return chat_generation(engine, chat, clamped=True, names=_NAMES)
 
 
 def _choice(choice: _Choice | None) -> ToolChoice | None:
@@ -142,8 +170,14 @@ def as_anthropic_errors() -> Iterator[None]:
     except ClientDisconnect:
         raise
     except Exception as failure:
-        error = as_api_error(failure)
-        raise AnthropicError(error.status, str(error), code=error.code, headers=error.headers) from failure
+        raise in_form_of(MESSAGES_PATH, as_api_error(failure)) from failure
+
+
+def in_form_of(path: str, error: APIError) -> APIError:
+    """Return an error in the form of the API that has ``path``."""
+    if not path.startswith(MESSAGES_PATH):
+        return error
+    return AnthropicError(error.status, str(error), code=error.code, headers=error.headers)
 
 
 def error_body(error: APIError) -> Json:

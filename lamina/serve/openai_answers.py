@@ -37,6 +37,7 @@ class CompletionWriter(AnswerWriter):
         self._wanted = wanted
         self._model = model
         self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
         self._between = b""
 
     def write_events(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
@@ -77,7 +78,7 @@ class CompletionWriter(AnswerWriter):
         return {"prompt_token_ids": prompt if piece.begins else None, "token_ids": piece.token_ids}
 
     def _envelope(self, kind: str) -> Json:
-        return {"id": self._id, "object": kind, "created": int(time.time()), "model": self._model}
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
     def _chunk(self, choices: Sequence[Json], usage: Usage, last: bool = False, of_prompt: Json | None = None) -> bytes:
         chunk = self._envelope(self.chunk) | (of_prompt or {})

@@ -55,6 +55,7 @@ _ERRORS = {
     404: "This server does not serve that model.",
     408: "The body arrived too slowly.",
     413: "The body is too large.",
+    415: "The body is compressed.",
     429: "Too many requests are in progress; Retry-After says when to try again.",
     501: "The model cannot do that.",
     503: "The engine has stopped, or could not finish the request.",
@@ -143,7 +144,19 @@ _BOUNDS: Mapping[str, Schema] = {
     "response_format": {
         "anyOf": [
             {"type": "null"},
-            {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+            {
+                "type": "object",
+                "required": ["type"],
+                "properties": {
+                    "type": {"enum": ["text", "json_object"]},
+                    "schema": {"type": ["object", "boolean", "null"]},
+                },
+            },
+            {
+                "type": "object",
+                "required": ["type", "schema"],
+                "properties": {"type": {"const": "json_schema"}, "schema": {"type": ["object", "boolean"]}},
+            },
             {
                 "type": "object",
                 "required": ["type", "json_schema"],
@@ -346,14 +359,14 @@ _TOGETHER: Mapping[type[Body], Sequence[Sequence[Schema]]] = {
 def _statuses(path: str) -> list[int]:
     """Return the errors that a path answers with."""
     if path in (COMPLETIONS_PATH, CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH, COUNT_PATH):
-        return [400, 404, 408, 413, 429, 503]
+        return [400, 404, 408, 413, 415, 429, 503]
     return {
         "/health": [503],
         "/metrics": [503],
         "/placement": [503],
         "/v1/models/{name}": [404],
-        TOKENIZE_PATH: [400, 404, 408, 413, 429],
-        DETOKENIZE_PATH: [400, 404, 408, 413, 429],
+        TOKENIZE_PATH: [400, 404, 408, 413, 415, 429],
+        DETOKENIZE_PATH: [400, 404, 408, 413, 415, 429],
         "/v1/embeddings": [501],
         "/ping": [503],
         "/load": [503],

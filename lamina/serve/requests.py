@@ -1,7 +1,7 @@
 """Defines ``GenerationRequest``, the form of requests common to all APIs, and reads it from OpenAI's bodies."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lamina.core.errors import RequestError
@@ -38,6 +38,7 @@ class GenerationRequest:
         echoes_alone: Whether the answer has nothing but the echo: the token that the engine draws is left out.
         ignored: Names of the body's fields that have no effect.
         make_parser: Makes the parser that divides a choice's text into content, reasoning and tool calls.
+        repeated: Fields of the body that the answer repeats.
     """
 
     prompts: Sequence[list[int]]
@@ -51,6 +52,7 @@ class GenerationRequest:
     echoes_alone: bool = False
     ignored: Sequence[str] = ()
     make_parser: Callable[[], AnswerParser] = PlainText
+    repeated: Mapping[str, Any] = field(default_factory=dict)
 
     def submissions(self, max_model_len: int) -> list[tuple[list[int], SamplingParams]]:
         """Return each prompt with its parameters; the context bounds ``max_tokens`` and ``min_tokens``."""
@@ -95,12 +97,20 @@ def read_chat(engine: Runtime, raw: bytes) -> GenerationRequest:
     return chat_generation(engine, parse(ChatBody, raw))
 
 
-def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> GenerationRequest:
+OWN_NAMES: Mapping[str, str] = {"logprobs": "top_logprobs"}
+"""The chat API's names of parameters that have others in ``SamplingParams``."""
+
+
+def chat_generation(
+    engine: Runtime, body: ChatBody, clamped: bool = False, names: Mapping[str, str] = OWN_NAMES
+) -> GenerationRequest:
     """Translate a chat request. Raises APIError, RequestError.
 
     Without a limit, and if the model has no default, an answer may take the rest of the context.
 
-    ``clamped``: a token limit beyond the context is reduced to the rest of the context instead of being an error.
+    Args:
+        clamped: A token limit beyond the context is reduced to the rest of the context instead of being an error.
+        names: Names that another API has for the fields of a chat, for its errors.
     """
     require_model(engine, body.model)
     if body.top_logprobs and not body.logprobs:
@@ -111,7 +121,7 @@ def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> G
         limit = max(int(defaults["max_tokens"]), _min_tokens(body))
     choice: ToolChoice = body.tool_choice or ("auto" if body.tools else "none")
     tools = body.tools if choice != "none" else []
-    text = _render(engine, body, tools)
+    text = _render(engine, body, tools, names)
     form = engine.tokenizer.chat_format
     try:
         calls = forced_calls(tools, choice, body.parallel_tool_calls is not False, form, text)
@@ -128,10 +138,10 @@ def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> G
     if form.needs_special(engine.tokenizer.special_texts.values(), bool(tools)):
         skips = body.sampling.pop("skip_special_tokens", False)
         given["skip_special_tokens"] = False if isinstance(skips, bool) else skips
-    params = _sampling_params(body, defaults, {"logprobs": "top_logprobs"}, calls, **given)
+    params = _sampling_params(body, defaults, names, calls, **given)
     if params.structured_outputs is not None and calls is None:
         params = replace(params, structured_outputs=form.constrain(params.structured_outputs, text))
-        _require_grammar(params, "response_format")
+        _require_grammar(params, "response_format", names)
     if params.truncate_prompt_tokens is None:
         prompt = encode_chat(engine.tokenizer, text, engine.max_model_len)
     else:
@@ -146,7 +156,7 @@ def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> G
     return _generation(body, engine, [prompt], params, clamped=clamped, make_parser=parser)
 
 
-def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> str:
+def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> str:
     """Return the prompt of a conversation. Raises APIError 400."""
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
@@ -161,13 +171,13 @@ def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]])
     try:
         return engine.tokenizer.apply_chat_template(body.messages, prompts, tools or None, variables, continues)
     except RequestError as error:
-        raise APIError(400, str(error), param="messages") from error
+        raise APIError(400, str(error), param=names.get("messages", "messages")) from error
 
 
 def require_model(engine: Runtime, name: str | None) -> None:
-    """Raise APIError 404 unless ``name`` is None or a name of the model served here."""
+    """Raise APIError 404 unless ``name`` is None, empty or a name of the model served here."""
     served = (engine.model_name, *engine.model_aliases)
-    if name is not None and name not in served:
+    if name and name not in served:
         message = f"the model {name!r} does not exist; this server serves {', '.join(map(repr, served))}"
         raise APIError(404, message, code="model_not_found", param="model")
 
@@ -236,19 +246,20 @@ def _structured_outputs(body: Body) -> tuple[str, Any]:
         found["structured_outputs"] = body.sampling["structured_outputs"]
     found |= {name: {name.removeprefix("guided_"): v} for name in GUIDED if (v := getattr(body, name)) is not None}
     if (wanted := body.response_format) is not None and wanted.type != "text":
-        if wanted.type == "json_object":
+        schema = wanted.schema if wanted.json_schema is None else wanted.json_schema.schema
+        if schema is not None:
+            found["response_format"] = {"json": schema}
+        elif wanted.type == "json_object":
             found["response_format"] = {"json_object": True}
-        elif wanted.json_schema is None:
-            raise APIError(400, "response_format.json_schema: Field required", param="response_format")
         else:
-            found["response_format"] = {"json": wanted.json_schema.schema}
+            raise APIError(400, "response_format.json_schema: Field required", param="response_format")
     first = next(iter(found), "")
     if len(found) > 1:
         raise APIError(400, f"{' and '.join(found)} both say what the answer must match; give one", param=first)
     return next(iter(found.items()), ("structured_outputs", None))
 
 
-def _require_grammar(params: SamplingParams, name: str) -> None:
+def _require_grammar(params: SamplingParams, name: str, api_names: Mapping[str, str]) -> None:
     """Raise APIError 400 if the answer's grammar cannot be compiled. ``name``: field that gives the grammar."""
     if params.structured_outputs is None:
         return
@@ -257,7 +268,8 @@ def _require_grammar(params: SamplingParams, name: str) -> None:
     except RequestError as error:
         field, rest = str(error).split(maxsplit=1)
         within = {"structured_outputs": f".{field}", "response_format": ".json_schema.schema"}.get(name, "")
-        raise APIError(400, f"{name}{within} {rest}", param=name) from error
+        place = api_names.get(f"{name}{within}", f"{name}{within}")
+        raise APIError(400, f"{place} {rest}", param=api_names.get(name, name)) from error
 
 
 def _sampling_params(
@@ -275,7 +287,7 @@ def _sampling_params(
         calls: What the answer must match because it has to call tools.
         given: Values that come from fields of the endpoint.
     """
-    api_names = {**api_names, "max_tokens": _limit(body)[0]}
+    api_names = {"max_tokens": _limit(body)[0], **api_names}
     given = {**({} if body.sampling.get("use_beam_search") else defaults), **given, **body.sampling}
     structured, given["structured_outputs"] = _structured_outputs(body)
     if calls is not None:
@@ -291,9 +303,10 @@ def _sampling_params(
         params = SamplingParams(**given)
     except ValueError as error:  # its messages begin with the parameter's name
         name, rest = str(error).split(maxsplit=1)
-        name = api_names.get(name, name)
+        within = name.startswith("structured_outputs.") and structured != "structured_outputs"
+        name = structured if within else api_names.get(name, name)
         raise APIError(400, f"{name} {rest}", param=name) from error
-    _require_grammar(params, structured)
+    _require_grammar(params, structured, api_names)
     if body.max_tokens is not None:  # also if max_completion_tokens takes its place
         try:
             require_in_range("max_tokens", body.max_tokens)

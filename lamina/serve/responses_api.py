@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -10,13 +11,23 @@ from lamina.engine.streams import Runtime
 from lamina.serve.answers import Block, BlockWriter, Change, Json, Usage, event, new_call_id
 from lamina.serve.bodies import ChatBody, JsonSchema, ResponseFormat
 from lamina.serve.http_errors import APIError
-from lamina.serve.json_fields import decode_field, text_content
+from lamina.serve.json_fields import decode_body, text_content
 from lamina.serve.requests import GenerationRequest, chat_generation
 from lamina.text.tools import NamedFunction, NamedTool, ToolChoice
 
 RESPONSES_PATH = "/v1/responses"
 
-_TEXTS = ("input_text", "output_text", "text")
+_TEXTS = ("input_text", "output_text", "text", "refusal")
+
+_UNSUPPORTED = ("previous_response_id", "conversation", "background", "prompt")
+_WITHOUT_EFFECT = (
+    *("user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("include", "truncation", "stream_options", "max_tool_calls", "context_management"),
+)
+
+_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text"}
+_NAMES |= {"response_format.json_schema.schema": "text.format.schema"}
+"""Names of the fields of chats in this API."""
 
 
 class _Format(msgspec.Struct):
@@ -52,15 +63,30 @@ class ResponsesBody(msgspec.Struct):
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None
+    prompt: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
+
+
+class _Repeated(msgspec.Struct, omit_defaults=True):
+    """The fields that answers repeat as they were given."""
+
+    instructions: Any = None
+    metadata: Any = None
+    parallel_tool_calls: Any = None
+    reasoning: Any = None
+    text: Any = None
+    tool_choice: Any = None
+    tools: Any = None
 
 
 def read_response(engine: Runtime, raw: bytes) -> GenerationRequest:
     """Translate a body. Raises APIError, RequestError."""
-    body = decode_field("the body", msgspec.json.Decoder(ResponsesBody).decode, raw)
-    for name in ("previous_response_id", "conversation", "background"):
+    body, ignored = decode_body(ResponsesBody, raw, _WITHOUT_EFFECT)
+    for name in _UNSUPPORTED:
         if getattr(body, name):
-            raise APIError(400, f"{name} is not supported: responses are not stored; send the whole input", param=name)
+            raise APIError(
+                400, f"{name} is not supported: responses and prompts are not stored; send the whole input", param=name
+            )
     messages: list[Json] = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})
@@ -81,9 +107,10 @@ def read_response(engine: Runtime, raw: bytes) -> GenerationRequest:
         response_format=_format(body.text),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         sampling={name: value for name, value in sampling.items() if value is not None},
-        ignored=sorted(f"tools.{kind}" for kind in others),
+        ignored=ignored + sorted(f"tools.{kind}" for kind in others),
     )
-    return chat_generation(engine, chat, clamped=True)
+    repeated: Json = msgspec.to_builtins(msgspec.json.decode(raw, type=_Repeated))
+    return replace(chat_generation(engine, chat, clamped=True, names=_NAMES), repeated=repeated)
 
 
 def _function(tool: Json) -> Json:
@@ -171,6 +198,7 @@ class ResponsesWriter(BlockWriter):
             "tools": [],
             "top_p": params.top_p,
             "usage": None,
+            **wanted.repeated,
         }
 
     @property
@@ -199,10 +227,14 @@ class ResponsesWriter(BlockWriter):
         whole = {
             "status": "incomplete" if self._cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if self._cut else None,
-            "output": [self._item(block, "completed") for block in self.blocks],
+            "output": [self._item(block, self._status(block)) for block in self.blocks],
             "usage": counts,
         }
         return self._response | whole
+
+    def _status(self, block: Block) -> str:
+        """Return the status of a block that is complete, or cut off by the end of the answer."""
+        return "incomplete" if self._cut and block is self.blocks[-1] else "completed"
 
     def _item(self, block: Block, status: str) -> Json:
         prefix = {"text": "msg", "reasoning": "rs", "call": "fc"}[block.kind]
@@ -210,7 +242,7 @@ class ResponsesWriter(BlockWriter):
         if block.kind == "call":
             call = {"call_id": call_id, "name": block.name, "arguments": block.text}
             return {"type": "function_call", "id": item_id, "status": status} | call
-        content = [self._part(block)] if status == "completed" else []
+        content = [self._part(block)] if status != "in_progress" else []
         if block.kind == "reasoning":
             return {"type": "reasoning", "id": item_id, "summary": [], "content": content, "status": status}
         return {"type": "message", "id": item_id, "role": "assistant", "content": content, "status": status}
@@ -221,7 +253,7 @@ class ResponsesWriter(BlockWriter):
 
     def write_change(self, change: Change) -> bytes:
         what, block, text = change
-        item = self._item(block, "completed" if what == "close" else "in_progress")
+        item = self._item(block, self._status(block) if what == "close" else "in_progress")
         place: Json = {"output_index": block.index, "item_id": item["id"]}
         if block.kind == "call":
             return self._call_events(what, block, text, place, item)

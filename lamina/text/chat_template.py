@@ -156,7 +156,7 @@ class ChatTemplate:
         if isinstance(content, str):
             return content
         if parts == "given" or self._reads_parts_alone:
-            return [part if part["type"] == "text" else _single(_text_of(part))[0] for part in content]
+            return [part if part["type"] == "text" else _single(text_of(part))[0] for part in content]
         text = joined_text(content)
         return text if parts == "joined" else _single(text)
 
@@ -214,7 +214,7 @@ def _with_tag(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not content:
         raise _not_continued()
     *before, last = content
-    return {**message, "content": [*before, *_single(_text_of(last) + _TAG)]}
+    return {**message, "content": [*before, *_single(text_of(last) + _TAG)]}
 
 
 def _cut_at_tag(prompt: str) -> str:
@@ -310,19 +310,22 @@ def _short_id(call_id: str) -> str:
 
 def joined_text(parts: Sequence[Any]) -> str:
     """Return the text of OpenAI style text parts, joined by line breaks. Raises RequestError for any other part."""
-    return "\n".join(map(_text_of, parts))
+    return "\n".join(map(text_of, parts))
 
 
-_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """By type of a part with text: the key of its text."""
 
 
-def _text_of(part: Any) -> str:
+def text_of(part: Any) -> str:
+    """Return the text of a content part. Raises RequestError for a part of another kind, or without text."""
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    text = part.get(_TEXTS[kind]) if isinstance(kind, str) and isinstance(part, Mapping) and kind in _TEXTS else None
+    if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in TEXT_KEYS:
+        raise RequestError(f"a content part of type {kind!r} is not supported; give text parts")
+    text = part.get(TEXT_KEYS[kind])
     if isinstance(text, str):
         return text
-    raise RequestError(f"a content part of type {kind!r} is not supported; give text parts")
+    raise RequestError(f"a content part of type {kind!r} has no {TEXT_KEYS[kind]}; give a string")
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

@@ -51,6 +51,14 @@ def test_requests_need_one_of_the_keys(keyed: Running) -> None:
     assert keyed.http.post(COMPLETION, json=BODY, headers={"x-api-key": "two"}).status_code == 200
 
 
+def test_refusals_of_messages_have_anthropic_s_form(keyed: Running) -> None:
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        answer = keyed.http.post(path, json=BODY)
+        assert (answer.status_code, answer.json()["type"]) == (401, "error")
+        assert answer.json()["error"]["type"] == "authentication_error"
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
+
+
 def test_metrics_have_a_key_of_their_own(keyed: Running) -> None:
     assert keyed.http.get("/metrics").status_code == keyed.http.get("/dashboard/state").status_code == 401
     assert keyed.http.get("/metrics", headers=bearer("one")).status_code == 401

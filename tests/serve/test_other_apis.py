@@ -6,7 +6,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.scripted_engine import Running, script, script_template
+from lamina.core.outputs import FinishReason
+from tests.support.scripted_engine import Running, refusal, script, script_template
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 TEMPLATE = (
@@ -124,6 +125,20 @@ def test_a_message_as_a_stream(server: Running) -> None:
             "a part of type 'image'",
         ),
         ({"messages": 5}, 400, "invalid_request_error", "messages: Expected `array`"),
+        ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences has ''"),
+        ({"maxTokens": 5}, 400, "invalid_request_error", "did you mean max_tokens?"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}, "tools": []},
+            400,
+            "invalid_request_error",
+            "output_config.format.schema cannot be compiled at #",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            400,
+            "invalid_request_error",
+            "messages[0].content: a content part of type 'text' has no text",
+        ),
     ],
 )
 def test_a_bad_message_gets_anthropic_s_error(
@@ -176,3 +191,84 @@ def test_a_response_of_a_schema(client: openai.OpenAI, server: Running) -> None:
     assert params.structured_outputs is not None and json.loads(params.structured_outputs.json) == SCHEMA
     with pytest.raises(openai.BadRequestError, match="not stored"):
         client.responses.create(model="fake", input="a", previous_response_id="resp_1")
+
+
+def test_a_response_repeats_what_it_was_asked_for(client: openai.OpenAI) -> None:
+    asked: Any = {
+        "instructions": "s",
+        "metadata": {"run": "7"},
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "name": "look"},
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "low", "summary": "auto"},
+    }
+    answer = client.responses.create(model="fake", input="a", **asked).model_dump(exclude_unset=True)
+    assert {name: answer[name] for name in asked} == asked
+
+
+def test_an_answer_that_is_cut_off_is_incomplete(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.scripted_engine.END", FinishReason.LENGTH)
+    answer = server.post(RESPONSES, input="a", tools=TOOLS[:1]).json()
+    assert [item["status"] for item in answer["output"]] == ["completed", "completed", "incomplete"]
+    found = events(server, RESPONSES, input="a", tools=TOOLS[:1])
+    done = [event["item"] for event in found if event["type"] == "response.output_item.done"]
+    assert [item["status"] for item in done] == ["completed", "completed", "incomplete"]
+    assert all(item.get("content", True) for item in found[-1]["response"]["output"])
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "said"),
+    [
+        ({"input": None}, "input", "input: Expected `str | array`"),
+        ({"input": [5]}, "input", "input[0]: Expected `object`"),
+        ({"input": []}, "input", "messages is empty"),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
+        ({"input": "a", "prompt": {"id": "p"}}, "prompt", "not stored"),
+        ({"input": "a", "maxOutputTokens": 5}, "maxOutputTokens", "did you mean max_output_tokens?"),
+        (
+            {"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}},
+            "text",
+            "text.format.schema cannot be compiled at #",
+        ),
+        ({}, "input", "input: Field required"),
+    ],
+)
+def test_errors_name_the_fields_of_their_api(server: Running, given: dict[str, Any], param: str, said: str) -> None:
+    error = refusal(server.post(RESPONSES, **given), 400)
+    assert error["message"].startswith(said) or said in error["message"]
+    assert error["param"] == param
+
+
+def test_fields_without_meaning_are_named(server: Running) -> None:
+    given: Any = {"metadata": {}, "mcp_servers": [], "tools": [{"type": "web_search_20250305", "name": "web_search"}]}
+    answer = server.post(MESSAGES, **ASKED | given)
+    assert answer.headers["X-Lamina-Ignored-Fields"] == "mcp_servers, tools.web_search_20250305"
+    assert server.last_prompt().startswith("<system>")
+    answer = server.post(RESPONSES, input="a", store=True, user="u", seed=1, truncation="auto", top_logprobs=2)
+    assert answer.headers["X-Lamina-Ignored-Fields"] == "seed, top_logprobs"
+
+
+@pytest.mark.parametrize("field", ["output_format", "output_config"])
+def test_a_message_of_a_schema(server: Running, field: str) -> None:
+    wanted: Any = {"type": "json_schema", "schema": SCHEMA}
+    asked = ASKED | {"tools": [], field: wanted if field == "output_format" else {"format": wanted, "effort": "low"}}
+    assert server.post(MESSAGES, **asked).status_code == 200
+    ((_, params),) = server.engine.submitted
+    assert params.structured_outputs is not None and json.loads(params.structured_outputs.json) == SCHEMA
+
+
+def test_a_refusal_in_the_history_of_a_response_is_a_text(server: Running) -> None:
+    refused = {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    assert server.post(RESPONSES, input=[refused, {"role": "user", "content": "a"}]).status_code == 200
+    assert server.last_prompt() == "<assistant>No.<user>a"
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud83d"}', "[" * 5000 + "]" * 5000, '{"a": 1' + "0" * 5000 + "}"])
+def test_arguments_that_no_json_can_carry_end_no_answer(
+    server: Running, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    script(monkeypatch, f'<tool_call>{{"name": "look", "arguments": {arguments}}}</tool_call>')
+    answer = server.post(MESSAGES, **ASKED)
+    assert answer.status_code == 200
+    (call,) = answer.json()["content"]
+    assert call["input"] == ({"a": "\ufffd"} if "ud83d" in arguments else {})
