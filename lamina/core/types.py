@@ -67,7 +67,9 @@ Quantization = Literal["none", "int8", "int4", "fp8"]
 ActivationDType = Literal["auto", "dtype", "int8"]
 """Setting of the element type of what linear layers multiply by weights held as codes; dtype: the model's."""
 
-ToolCallParser = Literal["auto", "none", "hermes", "mistral", "llama3_json", "deepseek_v3", "openai"]
+ToolCallParser = Literal[
+    "auto", "none", "hermes", "qwen3_coder", "glm45", "mistral", "llama3_json", "deepseek_v3", "openai"
+]
 ReasoningParserName = Literal["auto", "none", "deepseek_r1", "mistral", "openai_gptoss"]
 
 

@@ -197,7 +197,10 @@ class Intake:
         executor = self._small if len(body) <= SMALL else self._large
         work = asyncio.get_running_loop().run_in_executor(executor, function, body)
         del body
-        return await unless_disconnected(request, work)
+        try:
+            return await unless_disconnected(request, work)
+        except RecursionError:
+            raise APIError(400, "the body is nested too deeply") from None
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:

@@ -147,7 +147,7 @@ def chat_generation(
     else:
         tokens = engine.tokenizer.encode(text, add_special_tokens=False)
         prompt = prompt_tokens(engine.tokenizer, tokens, params, engine.max_model_len)
-    make_parser = form.parser(text, calls_parser(choice, form.tools) if tools else None)
+    make_parser = form.parser(text, calls_parser(choice, form.tools, tools) if tools else None)
 
     def parser() -> AnswerParser:
         one = make_parser() if body.include_reasoning is not False else WithoutReasoning(make_parser())

@@ -8,15 +8,39 @@ from lamina.core.sampling import StructuredOutputs
 from lamina.core.types import ChatSettings
 from lamina.text.channels import MARKER, MARKERS, ChannelAnswer, answer_grammar
 from lamina.text.grammars import after_reasoning, as_rule
-from lamina.text.tool_calls import TOOL_PARSERS, AnswerParser, Event, PlainText, Reasoning, held_back
+from lamina.text.tagged_calls import CoderCalls, KeyCalls
+from lamina.text.tool_calls import (
+    AnswerParser,
+    Calls,
+    DeepseekCalls,
+    Event,
+    HermesCalls,
+    LlamaCalls,
+    MistralCalls,
+    PlainText,
+    Reasoning,
+    held_back,
+)
+
+TOOL_PARSERS: Mapping[str, type[Calls]] = {
+    "hermes": HermesCalls,
+    "qwen3_coder": CoderCalls,
+    "glm45": KeyCalls,
+    "mistral": MistralCalls,
+    "llama3_json": LlamaCalls,
+    "deepseek_v3": DeepseekCalls,
+}
+"""Parsers by the names that vLLM has for them."""
 
 _TOOL_MARKERS = {
-    "hermes": "<tool_call>",
     "mistral": "[TOOL_CALLS]",
     "deepseek_v3": "tool\u2581call\u2581begin",
     "llama3_json": '"parameters":',
 }
 """By parser of tool calls: text by which the family's chat templates are recognised."""
+
+_IN_TAGS = {"<function=": "qwen3_coder", "<arg_key>": "glm45", "<tool_sep>": None}
+"""By text in chat templates with ``<tool_call>``: the parser, None for a form that is not known. Others are Hermes'."""
 
 TAGS: Mapping[str, tuple[str, str]] = {"deepseek_r1": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 """Opening and closing tags of reasoning, by vLLM's names of parsers."""
@@ -43,7 +67,7 @@ class ChatFormat:
             return cls("openai", None, channels=True)
         tools: str | None = settings.tool_call_parser
         if tools == "auto":
-            tools = next((name for name, marker in _TOOL_MARKERS.items() if marker in template), None)
+            tools = _parser_by_template(template)
         reasoning: str | None = settings.reasoning_parser
         if reasoning == "auto":
             reasoning = next((name for name, tags in TAGS.items() if tags[1] in template), None)
@@ -76,6 +100,13 @@ class ChatFormat:
         rest = calls or PlainText
         tags, inside = self.tags, self.inside(prompt)
         return rest if tags is None else lambda: ReasoningParser(tags, inside, rest())
+
+
+def _parser_by_template(template: str) -> str | None:
+    """Return the parser of the form in which a chat template writes tool calls; None if that is not known."""
+    if HermesCalls.begin in template:
+        return next((name for marker, name in _IN_TAGS.items() if marker in template), "hermes")
+    return next((name for name, marker in _TOOL_MARKERS.items() if marker in template), None)
 
 
 class ReasoningParser:

@@ -116,7 +116,7 @@ def prepare_chat(
         encode_chat(tokenizer, text, max_model_len),
         wanted,
         form.needs_special(tokenizer.special_texts.values(), bool(shown)),
-        form.parser(text, calls_parser(choice, form.tools) if shown else None),
+        form.parser(text, calls_parser(choice, form.tools, shown) if shown else None),
         read_object,
     )
 

@@ -1,14 +1,14 @@
 """Compiles the constraints of structured outputs for llguidance: JSON schema, regular expression, choices, grammar."""
 
 import functools
-import graphlib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from lamina.core.errors import RequestError
 from lamina.core.sampling import SamplingParams, StructuredOutputs
+from lamina.text.json_schemas import find_self_reference, subschemas, without_annotations
 
 JSON_SPACE = r"(\n[ \t]{0,32}| )?"
 """White space allowed between JSON tokens. It is bounded: a model could otherwise generate white space forever."""
@@ -36,7 +36,7 @@ def compile_grammar(wanted: StructuredOutputs) -> str:
 def as_rule(wanted: StructuredOutputs) -> str:
     """Return the right side of a rule in Lark's syntax that matches what ``wanted`` matches."""
     if wanted.json is not None:
-        schema = json.loads(wanted.json)
+        schema = without_annotations(json.loads(wanted.json))
         options = {"whitespace_flexible": True, "whitespace_pattern": JSON_SPACE}
         return "%json " + json.dumps({**(schema if isinstance(schema, dict) else {}), "x-guidance": options})
     if wanted.regex is not None:
@@ -77,57 +77,17 @@ def _compile_schema(schema: str) -> tuple[str, str]:
 
     parsed = json.loads(schema)
     if parsed is True:
-        schema = "{}"
+        parsed = {}
     elif not isinstance(parsed, dict):
         return "", "a schema is an object, or true"
-    if (reference := _self_reference(parsed)) is not None:
+    if (reference := find_self_reference(parsed)) is not None:
         return "", f"the reference {reference} leads to itself, so that no answer matches"
     options: Any = {"whitespace_flexible": True, "whitespace_pattern": JSON_SPACE}
     try:
-        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(without_annotations(parsed)), overrides=options)
     except ValueError as error:
         return "", str(error)
     return grammar, _compile_error(grammar)
-
-
-def _self_reference(schema: Mapping[str, Any]) -> str | None:
-    """Return a ``$ref`` that leads back to itself without a step into an object or an array; None if no reference does.
-
-    llguidance compiles such a schema, and then allows only the end of the answer.
-    """
-    graph = dict[str, list[str]]()
-    parts: list[Any] = [schema]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, Mapping):
-            parts += part.values()
-            graph |= {reference: _references(_resolve(reference, schema)) for reference in _references(part)}
-        elif isinstance(part, list):
-            parts += part
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        found: str = error.args[1][0]
-        return found
-    return None
-
-
-def _references(schema: Any) -> list[str]:
-    """Return the references of which an answer must match the targets."""
-    if not isinstance(schema, Mapping):
-        return []
-    both = schema.get("allOf")
-    parts = [schema, *(both if isinstance(both, list) else ())]
-    return [part["$ref"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("$ref"), str)]
-
-
-def _resolve(reference: str, schema: Mapping[str, Any]) -> Any:
-    """Return the part of a schema that a JSON pointer names; None for other references."""
-    root, *names = reference.split("/")
-    target: Any = schema if root == "#" else None
-    for name in names:
-        target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-    return target
 
 
 def _compile_text(wanted: StructuredOutputs) -> tuple[str, str]:
@@ -158,27 +118,10 @@ def _locate_error(schema: Any) -> str:
     shared = {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema}
     place = "#"
     while True:
-        for name, part in _subschemas(schema):
+        for name, part in subschemas(schema):
             whole = {**part, **shared} if isinstance(part, dict) else part
             if _compile_schema(json.dumps(whole))[1]:
                 place, schema = f"{place}/{name}", part
                 break
         else:
             return place
-
-
-def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each direct subschema with its JSON pointer relative to ``schema``."""
-    if not isinstance(schema, Mapping):
-        return
-    for key in ("items", "additionalProperties"):
-        if isinstance(schema.get(key), Mapping):
-            yield key, schema[key]
-    for key in ("properties", "patternProperties", "$defs", "definitions"):
-        if isinstance(schema.get(key), Mapping):
-            for name, part in schema[key].items():
-                yield f"{key}/{str(name).replace('~', '~0').replace('/', '~1')}", part
-    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
-        if isinstance(schema.get(key), list):
-            for index, part in enumerate(schema[key]):
-                yield f"{key}/{index}", part

@@ -6,7 +6,7 @@ arguments, which are JSON text. Text that may be the beginning of a call is held
 
 import contextlib
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -240,8 +240,9 @@ def held_back(text: str, *markers: str) -> int:
     return next((size for size in sizes if any(marker.startswith(text[-size:]) for marker in markers)), 0)
 
 
-class _Calls:
-    """A state machine: ``_state`` is a method that reads from ``_rest``, and returns whether to call the next state."""
+class Calls:
+    """Finds calls by a state machine: ``_state`` is a method that reads from ``_rest``, and returns whether to call the
+    next state."""
 
     begin = ""
     """The marker before a call."""
@@ -346,14 +347,14 @@ class _Calls:
         return True
 
 
-class HermesCalls(_Calls):
+class HermesCalls(Calls):
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen and many others."""
 
     begin = "<tool_call>"
     end = "</tool_call>"
 
 
-class MistralCalls(_Calls):
+class MistralCalls(Calls):
     """``[TOOL_CALLS]`` before a list of objects, or before a name, ``[ARGS]`` and the arguments."""
 
     begin = "[TOOL_CALLS]"
@@ -387,7 +388,7 @@ class MistralCalls(_Calls):
         self._state = self._before_call if self._listed else self._in_content
 
 
-class LlamaCalls(_Calls):
+class LlamaCalls(Calls):
     """``{"name": ..., "parameters": {...}}`` as the whole answer, several with semicolons: Llama 3."""
 
     begin = "<|python_tag|>"
@@ -432,7 +433,7 @@ class LlamaCalls(_Calls):
         return True
 
 
-class DeepseekCalls(_Calls):
+class DeepseekCalls(Calls):
     """Calls between special tokens: DeepSeek V3, R1 and later."""
 
     begin = "<｜tool▁call▁begin｜>"
@@ -456,7 +457,7 @@ class DeepseekCalls(_Calls):
         return True
 
 
-class JsonCalls(_Calls):
+class JsonCalls(Calls):
     """``[{"name": ..., "parameters": {...}}, ...]``, which a grammar has enforced."""
 
     def __init__(self) -> None:
@@ -473,7 +474,7 @@ class JsonCalls(_Calls):
         self._state = self._between
 
 
-class NamedCall(_Calls):
+class NamedCall(Calls):
     """The arguments of one function, which a grammar has enforced."""
 
     def __init__(self, name: str) -> None:
@@ -485,12 +486,3 @@ class NamedCall(_Calls):
 
     def _at_end(self) -> bool:
         return False
-
-
-TOOL_PARSERS: Mapping[str, type[_Calls]] = {
-    "hermes": HermesCalls,
-    "mistral": MistralCalls,
-    "llama3_json": LlamaCalls,
-    "deepseek_v3": DeepseekCalls,
-}
-"""Parsers by the names that vLLM has for them."""

@@ -8,9 +8,10 @@ import msgspec
 from lamina.core.errors import RequestError
 from lamina.core.sampling import StructuredOutputs
 from lamina.text.channels import calls_grammar
-from lamina.text.chat_format import ChatFormat
+from lamina.text.chat_format import TOOL_PARSERS, ChatFormat
 from lamina.text.grammars import as_rule
-from lamina.text.tool_calls import TOOL_PARSERS, AnswerParser, JsonCalls, NamedCall, PlainText
+from lamina.text.tagged_calls import TaggedCalls
+from lamina.text.tool_calls import AnswerParser, JsonCalls, NamedCall, PlainText
 
 MOST_TOOLS = 1024
 
@@ -134,16 +135,25 @@ def _hoisted(schema: dict[str, Any], prefix: str, shared: dict[str, Any]) -> dic
     return moved
 
 
-def calls_parser(choice: ToolChoice, family: str | None) -> Callable[[], AnswerParser]:
+def calls_parser(
+    choice: ToolChoice, family: str | None, tools: Sequence[Mapping[str, Any]]
+) -> Callable[[], AnswerParser]:
     """Return a factory of parsers of tool calls.
 
     Args:
         choice: the request's choice. Unless it is "auto", a grammar enforces the form of calls.
         family: key of ``TOOL_PARSERS`` for "auto"; None: no calls are found.
+        tools: the functions that may be called, as chat templates take them.
     """
     if isinstance(choice, NamedTool):
         name = choice.function.name
         return lambda: NamedCall(name)
     if choice == "required":
         return JsonCalls
-    return PlainText if family is None else TOOL_PARSERS.get(family, PlainText)
+    parser = TOOL_PARSERS.get(family or "")
+    if parser is None:
+        return PlainText
+    if issubclass(parser, TaggedCalls):
+        tagged: type[TaggedCalls] = parser
+        return lambda: tagged(tools)
+    return parser

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,10 +42,10 @@ def test_all_chunks_of_a_stream_have_its_id_and_time(
     server: Running, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     clock = iter(range(1_000_000_000))
-    monkeypatch.setattr("lamina.serve.openai_answers.time.time", lambda: float(next(clock)))
+    monkeypatch.setattr("lamina.serve.openai_answers.time", SimpleNamespace(time=lambda: float(next(clock))))
     lines = server.post(path, **BODIES[path], stream=True, stream_options={"include_usage": True}).text.splitlines()
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    assert len(chunks) > 2
+    assert len(chunks) >= 2
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lamina.text.chat_format import TAGS, ReasoningParser
+from lamina.core.types import ChatSettings
+from lamina.text.chat_format import TAGS, TOOL_PARSERS, ChatFormat, ReasoningParser
 from lamina.text.tool_calls import (
-    TOOL_PARSERS,
     AnswerParser,
     CallArguments,
     CallBegins,
@@ -18,6 +18,7 @@ from lamina.text.tool_calls import (
     PlainText,
     Reasoning,
 )
+from lamina.text.tools import calls_parser
 
 A = {"city": 'a "b" {c}\n', "n": [1, {"x": None}]}
 CALLS = [("get", A), ("put", {})]
@@ -27,9 +28,24 @@ def one(key: str, name: str, arguments: Any) -> str:
     return json.dumps({"name": name, key: arguments})
 
 
+def tagged(function: str, argument: str) -> str:
+    """All calls between tags; texts are written without quotes."""
+    written = [
+        (name, [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in arguments.items()])
+        for name, arguments in CALLS
+    ]
+    calls = [function.format(name, "".join(argument.format(*pair) for pair in pairs)) for name, pairs in written]
+    return "".join(f"<tool_call>{call}</tool_call>\n" for call in calls)
+
+
 DEEP = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
 FORMS: dict[str, tuple[str, str]] = {
     "hermes": ("hermes", "".join(f"<tool_call>\n{one('arguments', n, a)}\n</tool_call>\n" for n, a in CALLS)),
+    "qwen3_coder": (
+        "qwen3_coder",
+        tagged("\n<function={}>\n{}</function>\n", "<parameter={}>\n{}\n</parameter>\n"),
+    ),
+    "glm45": ("glm45", tagged("{}\n{}", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n")),
     "mistral list": ("mistral", "[TOOL_CALLS][" + ", ".join(one("arguments", n, a) for n, a in CALLS) + "]"),
     "mistral names": ("mistral", "".join(f"[TOOL_CALLS]{n}[ARGS]{json.dumps(a)}" for n, a in CALLS)),
     "llama": ("llama3_json", "; ".join(one("parameters", n, a) for n, a in CALLS)),
@@ -190,6 +206,65 @@ def test_an_answer_that_is_nested_deeply_ends_no_request(member: str) -> None:
     deep = "[" * 10_000 + "]" * 10_000
     text = f'<tool_call>{{"{member}": {deep}, "a": 1}}</tool_call>'
     assert read(TOOL_PARSERS["hermes"](), text, None)[0].startswith("<tool_call>")
+
+
+PARAMETERS: Any = {
+    "text": {"type": "string"},
+    "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "kind": {"enum": ["1", "2"]},
+    "number": {"type": "integer"},
+    "flag": {"type": ["boolean", "null"]},
+    "list": {"type": "array"},
+}
+WRITTEN = {"text": "3", "maybe": "null", "kind": "1", "number": "3", "flag": "true", "list": '["a"]', "other": "x y"}
+READ = {"text": "3", "maybe": None, "kind": "1", "number": 3, "flag": True, "list": ["a"], "other": "x y"}
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "argument"),
+    [
+        ("qwen3_coder", "<function=f>{}</function>", "<parameter={}>{}</parameter>"),
+        ("glm45", "f{}", "<arg_key>{}</arg_key><arg_value>{}</arg_value>"),
+    ],
+)
+def test_values_between_tags_have_the_types_of_the_tool(family: str, form: str, argument: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": PARAMETERS}}}]
+    text = form.format("".join(argument.format(*pair) for pair in WRITTEN.items()))
+    parser = calls_parser("auto", family, tools)()
+    ((name, arguments),) = read(parser, f"<tool_call>{text}</tool_call>", None)[2]
+    assert (name, json.loads(arguments)) == ("f", READ)
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "calls"),
+    [
+        ("qwen3_coder", "<tool_call><function=f></function>", [("f", "{}")]),  # ends without the last tag
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>1", []),
+        ("qwen3_coder", '<tool_call>{"name": "f"}</tool_call>', []),
+        ("glm45", "<tool_call>f</tool_call>", [("f", "{}")]),
+        ("glm45", "<tool_call>not a call</tool_call>", []),
+    ],
+)
+def test_calls_between_tags_that_are_cut_off_or_none_at_all(
+    family: str, text: str, calls: list[tuple[str, str]]
+) -> None:
+    content, _, found = read(TOOL_PARSERS[family](), text, None)
+    assert (content, found) == ("" if calls else text, calls)
+
+
+@pytest.mark.parametrize(
+    ("template", "family"),
+    [
+        ("<tool_call>\n<function=example_function_name>\n<parameter=p>", "qwen3_coder"),
+        ("<tool_call>{{ call.name }}<arg_key>", "glm45"),
+        ("<tool_calls><tool_call>{{ call.name }}<tool_sep>", None),
+        ('<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>', "hermes"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("", None),
+    ],
+)
+def test_the_template_says_how_calls_are_written(template: str, family: str | None) -> None:
+    assert ChatFormat.choose(ChatSettings(), template).tools == family
 
 
 def test_calls_that_a_grammar_has_enforced() -> None:
