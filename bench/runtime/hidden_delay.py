@@ -2,8 +2,8 @@
 
     python -m bench.runtime.hidden_delay [--model 60m] [--batch 16] [--ranks 2] [--share 0.8] [--rounds 3] [--json FILE]
 
-Attention is emulated: after each request, memory workers sleep for a time in proportion to its rows, which takes no
-core. For all rows of a batch together, this is ``--share`` of what a layer of one lane takes without it. With one lane,
+Attention is emulated: after each request, the memory worker sleeps for a time in proportion to its rows and heads, which
+takes no core. For all rows of a batch together, this is ``--share`` of what a layer of one lane takes without it. With one lane,
 a step takes longer by this delay in each layer; two lanes of half the rows each can hide it behind each other's slices.
 ``hidden`` is the share of one lane's additional time that two lanes do not have, each compared with itself without the
 delay.
@@ -32,7 +32,7 @@ from lamina.memory import worker
 from lamina.memory.store import KvStore
 from lamina.observe.decode_timing import decode_batch, decode_window
 
-ROW_S = "LAMINA_BENCH_ROW_S"  # environment variable of memory workers: seconds of sleep for each row
+ROW_S = "LAMINA_BENCH_ROW_S"  # environment variable of memory workers: seconds of sleep for a row of one rank
 CONTEXT, DECODED, TIMEOUT_S = 64, 64, 600.0
 
 
@@ -106,7 +106,7 @@ def measure(name: str, path: str, batch: int, ranks: int, share: float, rounds: 
     """Run one lane and two, with the delay and without it, in turn."""
     layers = {**COMMON, **MODELS[name]}["num_hidden_layers"]
     delay_s = share * step_s(path, batch, ranks, 1, 0.0)
-    variants = [(lanes, row_s) for lanes in (1, 2) for row_s in (0.0, delay_s / layers / batch)]
+    variants = [(lanes, row_s) for lanes in (1, 2) for row_s in (0.0, delay_s / layers / batch / ranks)]
     found = [[step_s(path, batch, ranks, *variant) for variant in variants] for _ in range(rounds)]
     one, one_delayed, two, two_delayed = map(statistics.median, zip(*found, strict=True))
     hidden = 1 - (two_delayed - two) / (one_delayed - one)

@@ -63,4 +63,6 @@ def test_a100s_compute_and_rtx3090s_attend(
 
 def test_a_gpu_that_does_not_exist_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAMINA_EMULATED_GPUS", "rtx3090:1")
-    assert_refused(run_here("launch", "--compute", "a100:1"), "a100:1 asks for 1 GPU; this machine has 1 x NVIDIA")
+    assert_refused(
+        run_here("launch", "--port", "0", "--compute", "a100:1"), "a100:1 asks for 1 GPU; this machine has 1 x NVIDIA"
+    )

@@ -22,7 +22,7 @@ from lamina.core.outputs import CompletionOutput
 from lamina.dataplane.transport_choice import Transport
 from lamina.engine.engine import Engine
 from lamina.launch import launch
-from tests.support.hosts import FAR, HERE, NEAR, Hosts, Started, free_port, opened
+from tests.support.hosts import FAR, HERE, NEAR, Hosts, Started, addresses_to_itself, free_port, opened
 from tests.support.running import REQUESTS, Streams, assert_same, config, wait_for_recoveries, worker_processes
 from tests.support.waiting import wait_until
 
@@ -31,7 +31,7 @@ CLOCK_S = 5000
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    with opened() as made:
+    with addresses_to_itself(), opened() as made:
         yield made
         made.close()
 

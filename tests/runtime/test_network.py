@@ -24,6 +24,7 @@ from lamina.engine.engine import Engine
 from lamina.launch import launch
 from lamina.schedule import growth
 from tests.support import network_model
+from tests.support.hosts import addresses_to_itself
 from tests.support.network_model import DTYPE, KV_TOKENS, PROMPTS, TOKENS, Model
 from tests.support.whole_outputs import whole
 
@@ -73,7 +74,13 @@ class Stacks:
 
 
 @pytest.fixture(scope="module")
-def stacks() -> Iterator[Stacks]:
+def alone() -> Iterator[None]:
+    with addresses_to_itself():
+        yield
+
+
+@pytest.fixture(scope="module")
+def stacks(alone: None) -> Iterator[Stacks]:
     opened = Stacks(f"lamina{os.getpid()}", f"lam{os.getpid()}a", f"lam{os.getpid()}b")
     try:
         run("ip", "netns", "add", opened.namespace)

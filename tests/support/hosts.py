@@ -11,20 +11,28 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
+from filelock import FileLock
 
 HERE, NEAR, FAR = "10.79.0.1", "10.79.0.2", "10.79.0.3"
 END_S = 90.0
+TURN_S = 280.0
 NAMESPACES = "/run/netns"  # where `ip netns` has them
 
 
 def run(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True, text=True, timeout=END_S)
+
+
+def addresses_to_itself() -> FileLock:
+    """Return a lock for test runs whose network namespaces have the same addresses on one machine."""
+    return FileLock(Path(tempfile.gettempdir()) / "lamina-test-addresses.lock", timeout=TURN_S)
 
 
 @dataclass
