@@ -3,10 +3,10 @@
     python -m bench.runtime.hidden_delay [--model 60m] [--batch 16] [--ranks 2] [--share 0.8] [--rounds 3] [--json FILE]
 
 Attention is emulated: after each request, the memory worker sleeps for a time in proportion to its rows and heads,
-which takes no core. For all rows and heads of a batch, this is ``--share`` of what a layer of one lane takes without it. With
-one lane, a step takes longer by this delay in each layer; two lanes of half the rows each can hide it behind each
-other's slices. ``hidden`` is the share of one lane's additional time that two lanes do not have, each compared with
-itself without the delay.
+which takes no core. For all rows and heads of a batch, this is ``--share`` of what a layer of one lane takes without
+it. With one lane, a step takes longer by this delay in each layer; two lanes of half the rows each can hide it behind
+each other's slices. ``hidden`` is the share of one lane's additional time that two lanes do not have, each compared
+with itself without the delay.
 """
 
 import argparse
