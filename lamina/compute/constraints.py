@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lamina.core.sampling import StructuredOutputs
+from lamina.text.deep_stack import run_deep
 from lamina.text.grammars import compile_grammar
 from lamina.text.tokenizer import Tokenizer
 
@@ -57,7 +58,8 @@ class Grammars:
         return Constraint(self._matcher(wanted, vocabulary).deep_copy())
 
     def _compile(self, wanted: StructuredOutputs, vocabulary: int) -> llguidance.LLMatcher:
-        return llguidance.LLMatcher(self._tokens(vocabulary), compile_grammar(wanted), log_level=0)
+        tokens, grammar = self._tokens(vocabulary), compile_grammar(wanted)
+        return run_deep(lambda: llguidance.LLMatcher(tokens, grammar, log_level=0))
 
     @functools.cache  # noqa: B019 - one object per process
     def _tokens(self, vocabulary: int) -> llguidance.LLTokenizer:

@@ -8,10 +8,18 @@ from typing import Any
 
 from lamina.core.errors import RequestError
 from lamina.core.sampling import SamplingParams, StructuredOutputs
+from lamina.text.deep_stack import run_deep
 from lamina.text.json_schemas import find_self_reference, subschemas, without_annotations
 
 JSON_SPACE = r"(\n[ \t]{0,32}| )?"
 """White space allowed between JSON tokens. It is bounded: a model could otherwise generate white space forever."""
+
+
+MOST_LETTERS = 256 * 1024
+"""Length of the longest constraint. llguidance recurses along references, which a longer one may have too many of."""
+
+MOST_LOCATED = 1024 * 1024
+"""Characters of schemas that are compiled to find an error."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -21,15 +29,21 @@ def compile_grammar(wanted: StructuredOutputs) -> str:
     Raises:
         RequestError: The constraint cannot be compiled. The message names the field, and the part of a JSON schema.
     """
-    if wanted.json is not None:
-        grammar, fault = _compile_schema(wanted.json)
-        if fault:
-            raise RequestError(f"json cannot be compiled at {_locate_error(json.loads(wanted.json))}: {fault}")
-        return grammar
-    name = "regex" if wanted.regex is not None else "choice" if wanted.choice is not None else "grammar"
-    grammar, fault = _compile_text(wanted)
+    name = next(name for name in ("json", "regex", "choice", "grammar") if getattr(wanted, name) is not None)
+    text = getattr(wanted, name)
+    size = len(text) if isinstance(text, str) else sum(map(len, text))
+    if size > MOST_LETTERS:
+        raise RequestError(f"{name} has {size} characters; give at most {MOST_LETTERS}")
+    try:
+        return run_deep(lambda: _compile_json(text) if name == "json" else _compile_text(wanted, name))
+    except RecursionError:
+        raise RequestError(f"{name} cannot be compiled: it is nested too deeply") from None
+
+
+def _compile_json(schema: str) -> str:
+    grammar, fault = _compile_schema(schema)
     if fault:
-        raise RequestError(f"{name} cannot be compiled: {fault}")
+        raise RequestError(f"json cannot be compiled at {_locate_error(json.loads(schema))}: {fault}")
     return grammar
 
 
@@ -90,7 +104,7 @@ def _compile_schema(schema: str) -> tuple[str, str]:
     return grammar, _compile_error(grammar)
 
 
-def _compile_text(wanted: StructuredOutputs) -> tuple[str, str]:
+def _compile_text(wanted: StructuredOutputs, name: str) -> str:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import GbnfToLarkError
 
@@ -102,8 +116,10 @@ def _compile_text(wanted: StructuredOutputs) -> tuple[str, str]:
         try:
             grammar = LLMatcher.grammar_from_lark(_lark(wanted.grammar or ""))
         except GbnfToLarkError as error:
-            return "", str(error)
-    return grammar, _compile_error(grammar)
+            raise RequestError(f"{name} cannot be compiled: {error}") from error
+    if fault := _compile_error(grammar):
+        raise RequestError(f"{name} cannot be compiled: {fault}")
+    return grammar
 
 
 def _compile_error(grammar: str) -> str:
@@ -114,13 +130,18 @@ def _compile_error(grammar: str) -> str:
 
 
 def _locate_error(schema: Any) -> str:
-    """Return the JSON pointer of the smallest subschema that cannot be compiled alone."""
+    """Return the JSON pointer of a subschema that cannot be compiled alone: of the smallest one, unless that takes too
+    long to find."""
+    left = MOST_LOCATED
     shared = {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema}
     place = "#"
     while True:
         for name, part in subschemas(schema):
-            whole = {**part, **shared} if isinstance(part, dict) else part
-            if _compile_schema(json.dumps(whole))[1]:
+            whole = json.dumps({**part, **shared} if isinstance(part, dict) else part)
+            left -= len(whole)
+            if left < 0:
+                return place
+            if _compile_schema(whole)[1]:
                 place, schema = f"{place}/{name}", part
                 break
         else:
