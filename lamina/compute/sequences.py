@@ -89,7 +89,8 @@ class Sequences:
         for admission in plan.admitted:
             self._admit(admission)
         for segment in plan.grown:
-            self.segments[segment.sequence] = grown(self.segments[segment.sequence], segment)
+            if segment.sequence in self.segments:  # else the step leaves it out; a plan that runs it admits it
+                self.segments[segment.sequence] = grown(self.segments[segment.sequence], segment)
         for sequence, tokens in plan.histories.items():
             completion = self._completions[sequence]
             completion.generated, completion.constraint = list(tokens), None

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from unittest import mock
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lamina.compute.sequences import Sequences
 from lamina.control.messages import MemorySetup
 from lamina.core.heads import HeadShards
 from lamina.core.pipeline import Arrangement, Pipeline
@@ -269,6 +271,20 @@ def test_a_replica_learns_of_a_sequence_with_its_history_before_it_runs_it() -> 
     ((told, plan),) = recipients.select(StepPlan(3, 1, 0, [], [0, 1], [], [], nobody), 0.0)
     assert told == ("compute1",) and plan.released == [0, 1]
     assert dict(recipients.overdue(RELEASE_S)) == {"compute0": [0, 1], "memory0": [0, 1]}
+
+
+def test_a_replica_ignores_that_a_sequence_grows_which_it_has_not_run_and_does_not_run_yet() -> None:
+    """The prompt has run on another replica, and the first step here lacks slots, or preempts the request."""
+    recipients = Recipients(["compute0", "compute1"], Pipeline(2, 2, prefill=1))
+    admission = Admission(0, 1, 2, [Segment(0, "memory0", (0, 2), (0, None))], SamplingParams(), 0, indices=[0])
+    nobody, later = DecodeRows([], [], []), Segment(0, "memory1", (0, 2), (2, None))
+    recipients.select(StepPlan(1, 0, 0, [], [], [admission], [SequenceStep(0, 0, [5, 6], [0])], nobody), 0.0)
+    sequences = Sequences(Mock(), [], lambda tokens: tokens)
+    for number, decoding in ((2, nobody), (3, DecodeRows([0], [2], [7]))):
+        plan = StepPlan(number, 1, 0, [], [], [], [], decoding, grown=[later] if number == 2 else [])
+        parts = {name: part for names, part in recipients.select(plan, 0.0) for name in names}
+        sequences.apply_plan(parts["compute1"])
+    assert sequences.segments == {0: grown(admission.segments, later)}
 
 
 def test_a_request_whose_prompt_has_moved_outlives_the_worker_that_it_left() -> None:
