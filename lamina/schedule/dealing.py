@@ -211,7 +211,6 @@ class Dealer:
         for own in self._lanes[: self.active]:
             if own.role != "prefill" or not own.prompted:
                 continue
-            self.keep_prefixes(own)
             for group, first in own.pop_computed(self._fits_to_decode):
                 client, lane = group.request.client, self._lane_to_decode(group)
                 self.seats.add_sequences(own.number, -group.seats, client)
@@ -219,6 +218,9 @@ class Dealer:
                 group.lane, group.until = lane, 0
                 self._lanes[lane].ending += [owner for owner in own.ending if owner[0] is group]
                 own.ending = [owner for owner in own.ending if owner[0] is not group]
+                if group in own.prompts_run:  # no plan has added its prompt to the prefix cache
+                    own.prompts_run.remove(group)
+                    self._lanes[lane].prompts_run.append(group)
                 self._lanes[lane].continue_request(group, first)
                 self.handovers += 1
                 self._ready.note_change(lane)

@@ -127,15 +127,13 @@ class Lane:
         ready = [
             (group, first)
             for group, first in alive
-            if self.completed >= group.until
-            and not group.lent
-            and group not in busy
-            and group not in self.prompts_run
-            and fits(group)
+            if self.completed >= group.until and not group.lent and group not in busy and fits(group)
         ]
         self.prompted = [owner for owner in alive if owner not in ready]
         for group, _ in ready:
             del self.running[group]
+            for completion in group.completions:
+                self.histories.pop(completion.sequence, None)
         return ready
 
     def continue_request(self, group: Group, first: Completion) -> None:

@@ -86,6 +86,24 @@ def test_a_request_decodes_in_another_lane_one_step_after_its_prompt() -> None:
     assert under_test.placement.reserved == {"memory0": 0} and under_test._dealer.seats.taken == [0, 0]
 
 
+def test_only_the_lane_that_decodes_sends_what_was_drawn_and_adds_the_prompt_to_the_cache() -> None:
+    """Also if all requests were dealt out again before that: the prompt's lane would name a request that has ended."""
+    under_test = scheduler({"memory0": 200}, 2, LIMITS, prefix_cache=True, role=Pipeline(2, 2, prefill=1).role)
+    under_test.submit(request("r", 20, max_tokens=2, repetition_penalty=1.2))
+    for _ in range(2):
+        assert under_test.plan(0) is not None
+    drawn = [completion for _ in range(2) for _, completion in under_test.complete(0).values()]
+    drawn[0].generated.append(7)
+    under_test._deal_again()
+    assert 1 in under_test.plannable(2)
+    assert under_test.prefixes.changes() == ([], []), "what no plan has: switches of the next plan would name it"
+    plan = under_test.plan(1)
+    assert plan is not None and plan.histories == {0: []} and [fork.parent for fork in plan.forks] == [0]
+    under_test.submit(request("s", 20, max_tokens=2))
+    plan = under_test.plan(0)
+    assert plan is not None and plan.histories == {}
+
+
 def test_one_replica_decodes_however_few_are_left() -> None:
     apart = Pipeline(6, 3, prefill=2)
     assert [apart.role(lane) for lane in range(6)] == ["prefill", "prefill", "decode"] * 2
