@@ -184,7 +184,12 @@ class ByThroughput:
         reads = max(borrows.reads - gone, 0) + (batch - borrows.sequences) * length
         debtor_s = view.dense_s(batch) + reads * borrows.token_s
         creditor_s = view.dense_s(lends.sequences) + (lends.reads + lent + count) * lends.token_s
-        return batch / debtor_s + lends.sequences / creditor_s
+        return _per_second(batch, debtor_s) + _per_second(lends.sequences, creditor_s)
+
+
+def _per_second(sequences: float, step_s: float) -> float:
+    """Return the tokens per second of a worker. The step of a worker without sequences may take no time at all."""
+    return sequences / step_s if sequences else 0.0
 
 
 CREDITORS = 3  # targets proposed for a move, in order

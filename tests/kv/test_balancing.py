@@ -134,6 +134,18 @@ def test_throughput_is_the_best_of_all_numbers_of_blocks() -> None:
     assert [proposal.tokens for proposal in proposals] == ([best] if best else [])
 
 
+def test_throughput_uses_a_worker_without_sequences_where_steps_of_no_rows_take_no_time() -> None:
+    """Measured times of steps are proportional to rows if arithmetic takes all of them."""
+    busy = Load(8000, 0, 8, 8000, 0.01)
+    view = View(
+        {"debtor": Load(8000, 0, 1, 8000, 0.01), "idle": Load(8000, 8000, 0, 0, 0.01), "busy": busy},
+        [HeldTokens("long", "debtor", "debtor", 7900)],
+        lambda rows: 1e-3 * rows,
+    )
+    (proposal,) = ByThroughput().propose(view)
+    assert (proposal.source, proposal.targets) == ("debtor", ("idle",))
+
+
 def test_a_worker_that_runs_short_borrows_of_three_others_within_their_caps_in_the_order_of_arrival() -> None:
     loads = {f"memory{number}": Load(1000, free, 2, 500) for number, free in enumerate((20, 900, 800, 700, 600, 50))}
     held = [HeldTokens("a", "memory0", "memory0", 900), HeldTokens("b", "memory5", "memory5", 800)]
