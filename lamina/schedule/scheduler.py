@@ -194,14 +194,19 @@ class Scheduler:
 
     def submit(self, request: Request, drawn: Drawn | None = None) -> Group:
         """Queue a request, which continues after the tokens in ``drawn``. Raises RequestError if it can never be
-        served."""
+        served, or if less memory is left than when these tokens were drawn."""
         length = len(request.prompt_token_ids)
         self.validate_request(length, request.params)
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use; give each request its own")
         begun = drawn or {index: list[int]() for index in range(request.params.n)}
-        completions = [resumed(next(self._sequences), index, [*tokens]) for index, tokens in begun.items()]
         most = self.limits.most_tokens(length, request.params, self.placement)
+        if (longest := max(map(len, begun.values()))) >= most:
+            raise RequestError(
+                f"an earlier engine has generated {longest} tokens, and a prompt of {length} tokens leaves room for "
+                f"{most} in the memory workers that are left. Send the request again, or add memory workers"
+            )
+        completions = [resumed(next(self._sequences), index, [*tokens]) for index, tokens in begun.items()]
         heads, expand = (0, self._kv_heads), self.placement.expand
         group = Group(request, most, completions, next(self._arrivals), heads=heads, expand=expand)
         self._requests[request.request_id] = group
@@ -390,9 +395,9 @@ class Scheduler:
             if any(own.in_flight for own in self._lanes):
                 return None
             self._deal_again()
-        self._recall.settle()
         own = self._lanes[lane]
         switches = self.moves.switches()
+        self._recall.settle()
         if self.balancing is not None:
             self.balancing.begin_moves()
         forks = own.forks()

@@ -262,6 +262,20 @@ def test_without_max_tokens_a_request_gets_what_memory_workers_hold() -> None:
     assert (alone.max_tokens, alone.tokens) == (22, 31)
 
 
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_request_that_has_outgrown_the_memory_left_ends_in_an_error_when_it_comes_again(fits: bool) -> None:
+    """An earlier engine had more memory for a request without ``max_tokens``. It would never draw its last token."""
+    under_test = scheduler({"memory0": 20})
+    drawn = {0: [7] * (10 if fits else 11)}
+    again = Request("r", None, [1] * 10, SamplingParams(max_tokens=None))
+    if fits:
+        assert under_test.submit(again, drawn).max_tokens == 11
+        return
+    with pytest.raises(RequestError, match="has generated 11 tokens, and a prompt of 10 tokens leaves room for 11"):
+        under_test.submit(again, drawn)
+    assert not under_test.waiting
+
+
 def calls_a_row(lanes: int, memories: int) -> float:
     """Functions called, ours and the interpreter's, for every sequence planned and completed in a busy cluster."""
     limits = Limits(max_num_seqs=8 * lanes, max_num_batched_tokens=64, max_model_len=64, row_lanes=lanes)
