@@ -164,7 +164,7 @@ class Recipients:
             del parts[worker]
         for worker, part in parts.items():
             if worker in self._to_forget:
-                part["released"] = self._to_forget.pop(worker)[1]
+                part["released"] = [*self._to_forget.pop(worker)[1], *part.get("released", ())]
         addressed = [((worker,), msgspec.structs.replace(plan, **(_NOTHING | part))) for worker, part in parts.items()]
         return addressed + self._whole(plan, replicas, unknown, now)
 
@@ -185,7 +185,7 @@ class Recipients:
             for worker, segments in self._switch(switch, replicas).items():
                 add([worker], "switches", Switch(switch.carrier, segments))
         for fork in plan.forks:
-            self._fork(fork, replicas, now)
+            self._fork(fork, replicas, add)
             add(self._known[fork.child].homes, "forks", fork)
         for sequence in plan.released:
             self._release(sequence, replicas, now)
@@ -202,7 +202,7 @@ class Recipients:
             ended = [one.worker for one in before if one.tokens[1] is None or one.tokens[1] > first]
             ran = [worker for worker in known.homes if worker in known.computes]  # must not run it as it was
             add(dict.fromkeys([*ended, segment.worker, *ran]), "grown", segment)
-            self._place(segment.sequence, grown(before, segment), replicas, now)
+            self._place(segment.sequence, grown(before, segment), replicas, add)
         if plan.grown:
             self._decoding.pop(plan.lane, None)
         if plan.switches:
@@ -227,15 +227,14 @@ class Recipients:
     def _forget(self, worker: str, sequence: int, now: float) -> None:
         self._to_forget.setdefault(worker, (now, []))[1].append(sequence)
 
-    def _place(self, sequence: int, segments: list[Segment], replicas: tuple[str, ...], now: float) -> None:
+    def _place(self, sequence: int, segments: list[Segment], replicas: tuple[str, ...], add: Add) -> None:
         """Set the segments of a sequence, which the plan sends to the memory workers concerned. Compute workers that do
-        not get the plan must forget the sequence."""
+        not get the plan forget the sequence now: the next plan may move KV of it to their local memory."""
         known = self._known[sequence]
         if segments == known.segments:
             return
         told = {*replicas, *known.homes, *(segment.worker for segment in segments)}
-        for worker in (known.computes | known.memories) - told:
-            self._forget(worker, sequence, now)
+        add(sorted((known.computes | known.memories) - told), "released", sequence)
         known.place(segments)
         known.computes &= {*replicas}
         known.memories = set(known.homes)
@@ -256,14 +255,13 @@ class Recipients:
             known.memories.update(known.homes)
         return told
 
-    def _fork(self, fork: Fork, replicas: tuple[str, ...], now: float) -> None:
+    def _fork(self, fork: Fork, replicas: tuple[str, ...], add: Add) -> None:
         segments = forked(self._known[fork.parent].segments, fork.child, fork.tokens)
         if (known := self._known.get(fork.child)) is not None:
             stale = known.computes.intersection(known.homes).difference(replicas)  # compute workers with local memory
-            self._place(fork.child, segments, replicas, now)
+            self._place(fork.child, segments, replicas, add)
             known.computes -= stale
-            for worker in stale.difference(known.homes):
-                self._forget(worker, fork.child, now)
+            add(sorted(stale.difference(known.homes)), "released", fork.child)
         else:  # a cached prefix, or admitted with the same plan
             self._known[fork.child] = _Known(segments)
 

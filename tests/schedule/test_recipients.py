@@ -162,13 +162,16 @@ class Told(Driver):
         runs = {self.pipeline.replica(plan.lane, plan.turn + k, plan.rotates) for k in range(self.pipeline.replicas)}
         running = {self.computes[number] for number in runs}
         expected = running | {name for name in self.theirs if concerns(plan, tables[name], name, had[name])}
-        aside = set(self.computes).difference(expected)  # they may run sequences that move, with other plans
-        assert by_name.keys() - aside == expected and (plan.switches or not by_name.keys() & aside)
+        aside = set(self.computes).difference(expected)  # with other plans, they run or ran sequences that move or grow
+        changes = plan.switches or plan.grown or plan.forks
+        assert by_name.keys() - aside == expected and (changes or not by_name.keys() & aside)
         for name, part in parts:
             self.told[name] += 1
             if name in aside:
                 self.replicas[name].apply(part)
-                assert not part.runs and part.switches
+                if name in self.theirs:
+                    self.theirs[name].apply(part)
+                assert not part.runs and (part.switches or part.released)
             elif name in self.theirs:
                 same(self.theirs[name].apply(part)[0], tables[name])
             if name in self.replicas and name not in aside:
@@ -285,6 +288,21 @@ def test_a_replica_ignores_that_a_sequence_grows_which_it_has_not_run_and_does_n
         parts = {name: part for names, part in recipients.select(plan, 0.0) for name in names}
         sequences.apply_plan(parts["compute1"])
     assert sequences.segments == {0: grown(admission.segments, later)}
+
+
+def test_a_replica_forgets_a_sequence_that_grows_elsewhere_before_kv_of_it_may_move_there() -> None:
+    """In one plan, the release would come after the switch, and free the KV that has moved."""
+    recipients = Recipients(["compute0", "compute1"], Pipeline(2, 2, prefill=1, lends=True))
+    admission = Admission(0, 1, 2, [Segment(0, "compute1", (0, 2), (0, None))], SamplingParams(), 0, indices=[0])
+    nobody, moved_there = DecodeRows([], [], []), Segment(0, "compute0", (0, 2), (0, 2))
+    grows = [Segment(0, "memory0", (0, 2), (2, None))]
+    plans = [
+        StepPlan(1, 0, 0, [], [], [admission], [SequenceStep(0, 0, [5, 6], [0])], nobody),
+        StepPlan(2, 1, 0, [], [], [], [], DecodeRows([0], [2], [7]), grown=grows),
+        StepPlan(3, 1, 3, [], [], [], [], DecodeRows([0], [3], [8]), switches=[Switch(9, [moved_there])]),
+    ]
+    told = [dict(recipients.select(plan, 0.0)).get(("compute0",)) for plan in plans]
+    assert [part and (part.released, len(part.switches)) for part in told] == [([], 0), ([0], 0), ([], 1)]
 
 
 def test_a_request_whose_prompt_has_moved_outlives_the_worker_that_it_left() -> None:
