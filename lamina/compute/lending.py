@@ -9,14 +9,16 @@ each other never wait for each other in a circle.
 No request is parked (``lamina.memory.watermarks``), since all chunks of a prompt run in one lane with local memory.
 """
 
+import contextlib
 import time
 from collections.abc import Iterable, Sequence
 
+from lamina.compute.lanes import Lanes
 from lamina.compute.mail import Mail, Request
 from lamina.control.messages import REPORT_S, Connect, KvMoved, Working
 from lamina.control.sockets import ControlClient
 from lamina.control.timeline import Timeline
-from lamina.core.errors import WorkerError
+from lamina.core.errors import DeadlineError, WorkerError
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Topology
 from lamina.dataplane.leases import Lease
@@ -28,6 +30,8 @@ from lamina.memory.store import KvStore, StepTables
 from lamina.transport.base import Target
 from lamina.worker.links import Links
 
+LENT_S = 0.002  # most time between two slices for what other replicas have requested
+
 
 class Lender:
     """The steps of other replicas that attend to this worker's local memory. The worker's thread owns it."""
@@ -38,11 +42,12 @@ class Lender:
         store: KvStore,
         puller: Puller,
         mail: Mail,
+        lanes: Lanes,
         timeline: Timeline,
         links: Links,
         connect: Connect,
     ) -> None:
-        self._control, self._mail, self._links = control, mail, links
+        self._control, self._mail, self._lanes, self._links = control, mail, lanes, links
 
         def on_moved(number: int) -> None:
             control.send(KvMoved(number))
@@ -62,6 +67,11 @@ class Lender:
         return waits or any(lane.steps or lane.reply for lane in self._serving.lanes)
 
     @property
+    def is_needed(self) -> bool:
+        """Whether a replica may request something at any time, or this worker is busy for one."""
+        return bool(self._mail.lenders) or self.is_busy
+
+    @property
     def awaits_plan(self) -> bool:
         """Whether a request has arrived before the plan of its step."""
         return bool(self._waiting)
@@ -70,6 +80,11 @@ class Lender:
     def moving(self) -> list[Target]:
         """Doorbells of moving segments."""
         return self._moves.awaited
+
+    @property
+    def targets(self) -> list[Target]:
+        """Doorbells of other replicas' requests, and of what is needed to serve them."""
+        return [*self._mail.awaited(self._mail.lenders), *self.moving]
 
     def _others(self, names: Iterable[str]) -> dict[str, tuple[Lease, Lease]]:
         return {name: self._links.leases(name) for name in names if self._links.has(name)}
@@ -99,10 +114,30 @@ class Lender:
         self._moves.change(self._others(holders))
         self._serving.set_members(self._mail.channels, topology.pipeline, topology.computes)
 
-    def serve(self) -> bool:
+    def serve_requests(self) -> bool:
+        """Serve what other replicas have requested, for ``LENT_S`` at most; return whether there may be more.
+
+        Raises PeerLostError.
+        """
+        if not self.is_needed:
+            return False
+        end = time.monotonic() + LENT_S
+        while self._receive() or self._serve_one():
+            if time.monotonic() > end:
+                return True
+        return False
+
+    def _receive(self) -> bool:
+        """Receive what has arrived from other replicas; return whether there was something."""
+        with contextlib.suppress(DeadlineError):
+            self._lanes.receive_messages(self._mail.lenders, 0.0)
+            return True
+        return False
+
+    def _serve_one(self) -> bool:
         """Serve one cut of a request that ``Mail.receive`` has received, or move one piece; return whether it did.
 
-        Raises PeerLostError. Requests begin while others have cuts left, so that they do not wait for a long chunk.
+        Requests begin while others have cuts left, so that they do not wait for a long chunk.
         """
         self._waiting += self._mail.requests
         self._mail.requests.clear()

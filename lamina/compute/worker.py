@@ -4,12 +4,10 @@ One thread runs, of all slices whose messages have arrived, the one that is due 
 slice can run, it reports completed steps to the engine, receives plans and prepares their steps.
 """
 
-import collections
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -18,6 +16,7 @@ from lamina.compute.constraints import Grammars
 from lamina.compute.device import make
 from lamina.compute.device.base import Device, Runner, Sums
 from lamina.compute.exchange import StepExchange
+from lamina.compute.lanes import Lane, Lanes
 from lamina.compute.lending import Lender
 from lamina.compute.loading import load, load_tokenizer
 from lamina.compute.local_memory import LocalMemory
@@ -61,43 +60,7 @@ from lamina.worker.process import run_worker
 
 IDLE_SLICE_S = 1.0
 WAITING_SLICE_S = 0.05  # how long a worker that waits for messages may leave the end of an epoch unread
-LENT_S = 0.002  # most time between two slices for what other replicas have requested
 LENDING_SLICE_S = 0.001  # the same while other replicas need this worker, which itself may get a plan meanwhile
-
-
-@dataclass
-class Lane:
-    """The unfinished steps of one lane on this worker, with times of the first step.
-
-    Attributes:
-        number: Number of the lane.
-        workspace: Memory of the latest step, reused by a next step with as many rows; has no rows in an empty lane.
-        steps: Unfinished steps, oldest first.
-        follows: Whether the lane has had a step in this epoch.
-        since: When the lane began to wait for its next messages.
-        reported: When progress of the lane was last reported to the engine.
-        busy_s: Seconds in slices of the first step.
-        watched: Number of slices that this worker had run when it last found a message of the lane missing.
-        waited_s: Seconds that slices of the first step waited for messages, as far as measured.
-        waits: Number of waits in ``waited_s``.
-    """
-
-    number: int
-    workspace: Workspace = field(default_factory=lambda: Workspace(0))
-    steps: collections.deque[StepRun] = field(default_factory=collections.deque)
-    follows: bool = False
-    since: float = 0.0
-    reported: float = 0.0
-    busy_s: float = 0.0
-    watched: int = 0
-    waited_s: float = 0.0
-    waits: int = 0
-
-    def drop_steps(self) -> None:
-        """Forget all steps."""
-        self.steps.clear()
-        self.follows = False
-        self.busy_s, self.waited_s, self.waits = 0.0, 0.0, 0
 
 
 class ComputeWorker(WorkerLoop):
@@ -135,14 +98,15 @@ class ComputeWorker(WorkerLoop):
         sums.connect(links, among_ranks, own)
         self._order = order = SliceOrder(links, among_ranks, own) if connect.pipeline.announces else None
         may_run = None if order is None else order.may_run
+        leased, lenders = (links.fetch, links.arena, links.plan), set(names) & channels.keys() if lends else ()
+        puller = Puller(*leased, memory.store) if memory is not None and lends else None
+        self._mail = Mail(links.hub, channels, puller or Fetcher(*leased), lanes, may_run, lenders)
+        self._lanes = Lanes(self._mail, self._wait, order, lanes)
         self._lender: Lender | None = None
-        if memory is not None and lends:
-            puller = Puller(links.fetch, links.arena, links.plan, memory.store)
-            self._mail = Mail(links.hub, channels, puller, lanes, may_run, set(names) & channels.keys())
-            self._lender = Lender(control, memory.store, puller, self._mail, self._timeline, links, connect)
-        else:
-            self._mail = Mail(links.hub, channels, Fetcher(links.fetch, links.arena, links.plan), lanes, may_run)
-        self._lanes = [Lane(number) for number in range(lanes)]
+        if memory is not None and puller is not None:
+            self._lender = Lender(
+                control, memory.store, puller, self._mail, self._lanes, self._timeline, links, connect
+            )
         grammars = Grammars(lambda: load_tokenizer(control, setup), setup.eos_token_ids)
         self._sequences = Sequences(grammars, setup.eos_token_ids, sums.agree)
         self._memory = memory
@@ -154,7 +118,6 @@ class ComputeWorker(WorkerLoop):
         self._shards = shards
         self._done: list[StepDone] = []  # not sent yet
         self._recalled = False  # an engine has ended, and the next one waits for a report
-        self._slices = 0  # run so far
 
     def _serve_once(self) -> None:
         with contextlib.suppress(EpochEndingError):  # its message is in ``_unread``
@@ -172,14 +135,9 @@ class ComputeWorker(WorkerLoop):
             if (message := self._fence.stand_by(self._wait)) is not None:
                 self._handle(message)
             return
-        served = self._serve_lent()
-        active = [lane for lane in self._lanes if lane.steps]
-        if len(active) > 1:
-            active.sort(key=lambda lane: lane.steps[0].tick)
-        ready = self._first_ready(active)
-        if len(active) > 1 and ready is not active[0]:  # with one lane, ``_idle`` receives its messages
-            self._receive_arrived(active if ready is None else active[: active.index(ready)])
-            ready = self._first_ready(active)
+        served = self._lender is not None and self._lender.serve_requests()
+        active = self._lanes.active
+        ready = self._lanes.due(active)
         if ready is None:
             self._idle(active, served)
             return
@@ -196,51 +154,22 @@ class ComputeWorker(WorkerLoop):
     def _can_continue(self, lane: Lane, step: StepRun) -> bool:
         """Return whether the next slice of ``step`` can run at once: no epoch or member change is pending, and no other
         replica may need this worker."""
-        same = bool(lane.steps) and lane.steps[0] is step and not self._may_lend
-        return same and self._can_run(lane) and self._fence.open and not self._newcomers.pending
-
-    @property
-    def _may_lend(self) -> bool:
-        return self._lender is not None and (bool(self._mail.lenders) or self._lender.is_busy)
-
-    def _serve_lent(self) -> bool:
-        """Serve what other replicas have requested, for ``LENT_S`` at most; return whether there may be more."""
-        if self._lender is None or not self._may_lend:
-            return False
-        end = time.monotonic() + LENT_S
-        while self._receive_lent() or self._lender.serve():
-            if time.monotonic() > end:
-                return True
-        return False
-
-    def _receive_lent(self) -> bool:
-        """Receive what has arrived from other replicas; return whether there was something."""
-        try:
-            self._receive(self._mail.lenders, 0.0)
-        except DeadlineError:
-            return False
-        return True
+        same = bool(lane.steps) and lane.steps[0] is step and not (self._lender is not None and self._lender.is_needed)
+        return same and self._lanes.can_run(lane) and self._fence.open and not self._newcomers.pending
 
     def targets_meanwhile(self) -> list[Target]:
         """Return the doorbells of other replicas' requests, and of what is needed to serve them."""
-        moving = [] if self._lender is None else self._lender.moving
-        return [*self._mail.awaited(self._mail.lenders), *moving]
+        return [] if self._lender is None else self._lender.targets
 
     def serve_meanwhile(self) -> bool:
-        """Serve one cut of another replica's request during a slice; return whether there was one."""
-        served = self._serve_lent()
+        """Serve requests of other replicas during a slice; return whether there may be more."""
+        served = self._lender is not None and self._lender.serve_requests()
         self._mail.flush()
         return served
 
     def apply_meanwhile(self, step: Step) -> None:
         """Apply a plan during a slice."""
         self._handle(step)
-
-    def _can_run(self, lane: Lane) -> bool:
-        """Return whether all messages for a lane's next slice have arrived, and rank 0 has announced the slice."""
-        if self._mail.missing[lane.number]:
-            return False
-        return self._order is None or self._order.may_run(lane.number)
 
     def _recall(self) -> None:
         self._recalled = True
@@ -293,7 +222,7 @@ class ComputeWorker(WorkerLoop):
         self._mail.change_members(topology, joined)
         if self._lender is not None:
             self._lender.set_members(topology)
-        self._lanes += [Lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
+        self._lanes.extend(topology.pipeline.lanes)
         self._replica = self._replica.within(topology, own)
 
     def _run_slice(self, lane: Lane) -> None:
@@ -327,12 +256,12 @@ class ComputeWorker(WorkerLoop):
                 self._sequences.on_step_done(step.plan)
             lane.steps.popleft()
             lane.busy_s, lane.waited_s, lane.waits = 0.0, 0.0, 0
-        self._slices += 1
-        self._await(lane)
+        self._lanes.count_slice()
+        self._lanes.expect_next(lane)
 
     def _take_in_next(self) -> None:
         """Prepare the next step, if its plan arrives, while the device runs all slices of this one."""
-        while self._whole is not None and not self._unread and any(len(lane.steps) < 2 for lane in self._lanes):
+        while self._whole is not None and not self._unread and self._lanes.lacks_steps:
             message = self._control.poll()
             if isinstance(message, Step):
                 self._handle(message)
@@ -348,41 +277,6 @@ class ComputeWorker(WorkerLoop):
         if now - lane.reported >= REPORT_S:
             lane.reported = now
             self._control.send(Working([lane.steps[0].plan.lane]))
-
-    def _await(self, lane: Lane) -> None:
-        self._mail.expect(lane.number, lane.steps[0].awaited() if lane.steps else None)
-        lane.since, lane.watched = time.monotonic(), self._slices
-
-    def _first_ready(self, active: Sequence[Lane]) -> Lane | None:
-        return next((lane for lane in active if self._can_run(lane)), None)
-
-    def _receive_arrived(self, lanes: Sequence[Lane]) -> None:
-        while peers := self._missing(lanes):
-            try:
-                self._receive(peers, 0.0)
-            except DeadlineError:
-                break
-        for lane in lanes:
-            if self._mail.missing[lane.number]:
-                lane.watched = self._slices
-
-    def _missing(self, lanes: Sequence[Lane]) -> dict[str, None]:
-        return {peer: None for lane in lanes for peer in self._mail.missing[lane.number]}
-
-    def _receive(self, peers: Collection[str], timeout_s: float, besides: Sequence[Target] = ()) -> Lane | None:
-        """Wait for messages or a doorbell of ``besides``; return the lane of the last message. Raises DeadlineError."""
-        received = self._mail.receive(self._wait, peers, timeout_s, besides)
-        lanes = [self._lanes[number] for number in dict.fromkeys(received)]
-        for lane in lanes:
-            if lane.steps and not self._mail.missing[lane.number]:
-                self._note_wait(lane)
-        return lanes[-1] if lanes else None
-
-    def _note_wait(self, lane: Lane) -> None:
-        """Measure how long a lane's slice waited for its last message, unless another slice ran meanwhile."""
-        if lane.watched == self._slices and not lane.steps[0].moved_here:
-            lane.waited_s += time.monotonic() - lane.since
-            lane.waits += 1
 
     def _queue_answer(self, done: StepDone) -> None:
         """Queue a report to the engine, if this is rank 0."""
@@ -403,7 +297,7 @@ class ComputeWorker(WorkerLoop):
         if self._memory is not None:
             self._memory.usage.send_if_due()
         self._mail.flush()
-        reads = self._lender is not None or any(len(lane.steps) < 2 for lane in self._lanes)
+        reads = self._lender is not None or self._lanes.lacks_steps
         if reads and (message := self._control.poll()) is not None:
             self._handle(message)
             return
@@ -411,10 +305,10 @@ class ComputeWorker(WorkerLoop):
             return
         announcements: Sequence[Target] = ()
         if self._order is not None and active:
-            if self._first_ready(active) is not None:  # announced since the last check
+            if self._lanes.first_ready(active) is not None:  # announced since the last check
                 return
             announcements = self._order.announcements
-        peers, lends = self._missing(active), self._lender is not None and self._lender.is_busy
+        peers, lends = self._lanes.missing(active), self._lender is not None and self._lender.is_busy
         early = self._lender is not None and self._lender.awaits_plan
         timeout_s = LENDING_SLICE_S if early or (lends and not peers) else WAITING_SLICE_S
         try:
@@ -425,7 +319,7 @@ class ComputeWorker(WorkerLoop):
             begun = self._timeline.now()
             awaited = {**peers, **dict.fromkeys(self._mail.lenders)}
             besides = [*announcements, *(self._lender.moving if self._lender is not None else ())]
-            lane = self._receive(awaited, LINKING_SLICE_S if linking else timeout_s, besides)
+            lane = self._lanes.receive_messages(awaited, LINKING_SLICE_S if linking else timeout_s, besides)
             if lane is not None:
                 self._timeline.record_span("wait", lane.number, begun)
         except DeadlineError:  # only the engine ends a step that makes no progress
@@ -467,7 +361,7 @@ class ComputeWorker(WorkerLoop):
         lane.steps.append(StepRun(plan, self._replica, exchange, self._mail, lane.workspace, lane.follows, self._whole))
         lane.follows = True
         if len(lane.steps) == 1:
-            self._await(lane)
+            self._lanes.expect_next(lane)
 
 
 Load = Callable[[ControlClient, ComputeSetup, Device, Sums], tuple[Runner, HeadShards]]

@@ -166,12 +166,12 @@ BUGS = [
         "lender_deaf",
         "A replica that lends memory reads neither plans nor requests of others during its own steps.",
         "68db6ff7",
-        "lamina/compute/worker.py",
+        "lamina/compute/lending.py",
         """\
-        return self._lender is not None and (bool(self._mail.lenders) or self._lender.is_busy)
+        return bool(self._mail.lenders) or self.is_busy
 """,
         """\
-        return self._lender is not None and self._lender.is_busy
+        return self.is_busy
 """,
     ),
     Bug(
