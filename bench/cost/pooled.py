@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lamina.kv.balancing import ByDebt, HeldTokens, Load, Policy, Proposal, View
+from lamina.kv.balancing import HeldTokens, Load, Policy, Proposal, View, clear_cycles
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.simulate import Arrivals, Deployment, State, System
@@ -183,14 +183,10 @@ def follow(lenders: Sequence[Lender], proposals: Sequence[Proposal]) -> None:
 
 
 class Recall:
-    """DistKV-LLM's clearing of debts (DGFM): of the ledger policy's moves, only those to the home engine."""
-
-    def __init__(self) -> None:
-        self._ledger = ByDebt()
+    """DistKV-LLM's clearing of debts (DGFM), of all moves of its ledger."""
 
     def propose(self, view: View) -> list[Proposal]:
-        home = {one.request: one.home for one in view.held}
-        return [proposal for proposal in self._ledger.propose(view) if proposal.targets == (home[proposal.request],)]
+        return clear_cycles(view, {one: load.free for one, load in view.loads.items()}, set())
 
 
 class Pooled(BaselineSimulation):

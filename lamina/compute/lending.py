@@ -72,6 +72,11 @@ class Lender:
         return bool(self._mail.lenders) or self.is_busy
 
     @property
+    def busy_s(self) -> float:
+        """Seconds of attention so far."""
+        return self._serving.busy_s
+
+    @property
     def awaits_plan(self) -> bool:
         """Whether a request has arrived before the plan of its step."""
         return bool(self._waiting)

@@ -7,7 +7,9 @@ device.
 import collections
 import contextlib
 import functools
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,16 +30,16 @@ class LocalMemory:
 
     Attributes:
         store: The slab.
-        usage: Reports the slab's use to the engine.
     """
 
     def __init__(self, control: ControlClient, rank: Rank) -> None:
         """Allocate the slab as the engine directs. Raises ConfigError, WorkerError."""
         self.store, _, _ = make_store(control, contextlib.ExitStack())  # without a disk there is nothing to close
         self._rank = rank
-        self.usage = UsageReports(control, self.store)
+        self._usage = UsageReports(control, self.store)
         # By lane: between a step's attention and the merge of its result, other lanes may attend.
         self._partials = collections.defaultdict[int, Partials](dict)
+        self._spent = Spent() if control.device == "cpu" else None
 
     def apply_plan(self, plan: StepPlan) -> "LocalShare | None":
         """Apply a plan's deltas and allocate slots for the tokens of its step.
@@ -47,7 +49,21 @@ class LocalMemory:
         tables = self.store.apply(plan)[self._rank.number]  # the tables of other ranks are empty
         if tables.rows.empty:
             return None
-        return LocalShare(self.store, tables, self._partials[plan.lane], self._rank)
+        return LocalShare(self.store, tables, self._partials[plan.lane], self._rank, self._spent)
+
+    def report_usage(self, lent_s: float) -> None:
+        """Report the slab's use and the time of attention, if a report is due.
+
+        ``lent_s``: Seconds of attention for other replicas so far. On a GPU no time is known, since kernels run later.
+        """
+        self._usage.send_if_due(0.0 if self._spent is None else self._spent.seconds + lent_s)
+
+
+@dataclass
+class Spent:
+    """Time spent on attention."""
+
+    seconds: float = 0.0
 
 
 class LocalShare:
@@ -59,11 +75,13 @@ class LocalShare:
             ``lamina.dataplane.wire.MessageRows``.
     """
 
-    def __init__(self, store: KvStore, tables: StepTables, partials: Partials, rank: Rank = ONLY) -> None:
-        """``partials``: result arrays by shape, which every ``attend`` overwrites."""
+    def __init__(
+        self, store: KvStore, tables: StepTables, partials: Partials, rank: Rank = ONLY, spent: Spent | None = None
+    ) -> None:
+        """``partials``: result arrays by shape, which every ``attend`` overwrites. ``spent``: counts its time."""
         rows, shards = tables.rows, store.shards.range_of_rank(rank.number, rank.count)
         self.worker, self.queries = store.worker, rows.queries
-        self._store, self._tables, self._partials = store, tables, partials
+        self._store, self._tables, self._partials, self._spent = store, tables, partials, spent
         self._count = count = len(shards)
         total, sent = count * sum(len(step.tokens) for step in tables.plan.sequences), store.device.sent
         self._new: Index | None = None
@@ -101,6 +119,13 @@ class LocalShare:
         All three are device arrays. Returns (out [R, Hq, Dv], lse [R, Hq]) of ``queries`` in device or host memory,
         valid until the next call; None if there are no queries. In the result, Hq is the number of heads of a shard.
         """
+        begun = time.monotonic()
+        partial = self._attend(layer, q, k, v)
+        if self._spent is not None:
+            self._spent.seconds += time.monotonic() - begun
+        return partial
+
+    def _attend(self, layer: int, q: Array, k: Array, v: Array) -> Partial | None:
         if self._count > 1:
             q, k, v = (_sharded(array, self._count) for array in (q, k, v))
         device = self._store.device

@@ -295,7 +295,7 @@ class ComputeWorker(WorkerLoop):
         """
         self._answer()
         if self._memory is not None:
-            self._memory.usage.send_if_due()
+            self._memory.report_usage(0.0 if self._lender is None else self._lender.busy_s)
         self._mail.flush()
         reads = self._lender is not None or self._lanes.lacks_steps
         if reads and (message := self._control.poll()) is not None:

@@ -6,8 +6,13 @@ A policy gets a ``View``: the load of each worker, and where the tokens of each 
 * ``bandwidth``: equal time for every worker to read its KV once, also in a pool of mixed kinds.
 * ``throughput``: Infinite-LLM's greedy algorithm (section 5.3) on its model of throughput.
 * ``ledger``: DistKV-LLM's debts (section 4.4), with cycles of debt cleared (DGFM, section 4.5).
+
+Tokens of a request that are not on its home are a debt of the home to the worker that holds them. With ``throughput``
+and ``ledger``, a creditor that needs its slots gets them back. A creditor that runs slices, as a compute worker with
+local memory does, borrows out only as much as its own steps hardly suffer from (``most_reads``).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,6 +32,8 @@ class Load:
         reads: Tokens of KV read in one step of each lane.
         token_s: Measured time to read a token, in seconds; only ratios matter to most policies.
         accepts: Whether KV may move here; False while the worker is leaving.
+        step_s: Measured time of its own step, attention included, in seconds; 0: it runs no slices, or ``token_s`` is
+            unknown, as on GPUs.
     """
 
     capacity: int
@@ -35,6 +42,7 @@ class Load:
     reads: int
     token_s: float = 1.0
     accepts: bool = True
+    step_s: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -133,6 +141,54 @@ class ByBandwidth:
         return proposals
 
 
+SHORT = 0.1  # share of free slots below which a worker needs slots
+LENGTHENED = 0.25  # share by which attention for debtors may lengthen the steps of a creditor that runs slices
+
+
+def debts(view: View) -> dict[tuple[str, str], int]:
+    """Return the debts in tokens by (debtor, creditor)."""
+    found: dict[tuple[str, str], int] = {}
+    for one in view.held:
+        if one.worker != one.home:
+            found[one.home, one.worker] = found.get((one.home, one.worker), 0) + one.tokens
+    return found
+
+
+def most_reads(view: View, creditor: str) -> float:
+    """Return how many more tokens debtors may read on a creditor in a step; infinite if it runs no slices or decodes
+    nothing."""
+    load = view.loads[creditor]
+    if not load.step_s or not load.sequences:
+        return math.inf
+    lent = sum(one.tokens * one.readers for one in view.held if one.worker == creditor != one.home)
+    return max(0.0, LENGTHENED * load.step_s / load.token_s - lent)
+
+
+def recalls(view: View, free: dict[str, int], used: set[tuple[str, str]]) -> list[Proposal]:
+    """Return moves of tokens that short workers hold for others back home, as far as homes do not become short.
+
+    Args:
+        free: Slots by worker that other proposals leave; reduced.
+        used: Pairs of request and source that other proposals name; extended.
+    """
+    proposals: list[Proposal] = []
+    for creditor, load in view.loads.items():
+        needed = int(2 * SHORT * load.capacity) - load.free
+        if load.free >= SHORT * load.capacity:
+            continue
+        for one in view.held:
+            home = view.loads.get(one.home)
+            if one.worker != creditor or one.home == creditor or home is None or not home.accepts:
+                continue
+            count = min(one.tokens, needed, free[one.home] - int(SHORT * home.capacity))
+            if count >= LEAST and (one.request, creditor) not in used:
+                used.add((one.request, creditor))
+                proposals.append(Proposal(one.request, creditor, (one.home,), count))
+                free[one.home] -= count
+                needed -= count
+    return proposals
+
+
 FEW_SEQUENCES = 0.75  # workers with less than this share of the mean number borrow (the paper's batch threshold)
 LITTLE_USED = 0.9  # workers that use less than this share of their slots lend (the paper's utilization threshold)
 
@@ -143,25 +199,34 @@ class ByThroughput:
 
     A worker with b sequences and S tokens to read generates b / (dense(b) + S t) tokens per second (equations 5 to 7).
     Lending k tokens makes the creditor's step k t longer and the debtor's shorter, and the debtor's free slots take
-    more sequences of its mean length.
+    more sequences of its mean length. A creditor short of slots reclaims what it has lent (section 5.2).
     """
 
     def propose(self, view: View) -> list[Proposal]:
         loads = view.loads
         mean = sum(load.sequences for load in loads.values()) / max(len(loads), 1)
         debtors = [one for one, load in loads.items() if load.sequences <= FEW_SEQUENCES * mean]
-        lent = dict.fromkeys(loads, 0)
+        lent, used = dict.fromkeys(loads, 0), set[tuple[str, str]]()
+        free, reads = {one: load.free for one, load in loads.items()}, {one: most_reads(view, one) for one in loads}
         lenders = [one for one, load in loads.items() if load.accepts and load.free > (1 - LITTLE_USED) * load.capacity]
-        proposals: list[Proposal] = []
+        proposals = recalls(view, free, used)
         for debtor in sorted(debtors, key=lambda one: loads[one].sequences):
-            own = [one for one in view.held if one.worker == debtor]
+            own = [one for one in view.held if one.worker == debtor and (one.request, debtor) not in used]
             if not own:
                 continue
             longest, moved = max(own, key=lambda one: one.tokens), 0
             for creditor in sorted(lenders, key=lambda one: lent[one] - loads[one].free):
                 if creditor == debtor or lent[debtor]:  # no worker both lends and borrows
                     continue
-                most = min(longest.tokens - moved, loads[creditor].free - lent[creditor])
+                most = int(
+                    min(
+                        longest.tokens - moved,
+                        free[creditor] - lent[creditor],
+                        reads[creditor] / longest.readers,
+                    )
+                )
+                if most < LEAST:
+                    continue
                 counts = range(0, most + 1, LEAST)
                 best = max(counts, key=lambda count: self._rate(view, debtor, creditor, moved, lent[creditor], count))
                 if best <= 0:
@@ -169,6 +234,7 @@ class ByThroughput:
                 proposals.append(Proposal(longest.request, debtor, (creditor,), best))
                 moved += best
                 lent[creditor] += best
+                reads[creditor] -= best * longest.readers
         return proposals[:MOST_PROPOSALS]
 
     @staticmethod
@@ -192,17 +258,58 @@ def _per_second(sequences: float, step_s: float) -> float:
     return sequences / step_s if sequences else 0.0
 
 
-CREDITORS = 3  # targets proposed for a move, in order
-LENT_AT_MOST = 0.5  # share of a worker's slots that it lends
-SHORT = 0.1  # share of free slots below which a worker borrows
 LEAST_SWAP = 64  # tokens of the smallest debt in a cycle that is cleared
 
 
-class ByDebt:
-    """DistKV-LLM: a worker short of slots borrows from others for its longest request; cycles of debt are cleared.
+def clear_cycles(view: View, free: dict[str, int], used: set[tuple[str, str]]) -> list[Proposal]:
+    """Return moves of tokens back home along cycles of debt: each worker in a cycle gets slots back (DGFM).
 
-    Tokens of a request that are not on its home are a debt of the home to the worker that holds them.
+    Arguments are those of ``recalls``.
     """
+    import networkx  # slow to import; only this policy needs it
+
+    graph = networkx.DiGraph()
+    graph.add_weighted_edges_from((one, other, tokens) for (one, other), tokens in debts(view).items())
+    proposals: list[Proposal] = []
+    while True:
+        try:
+            cycle = [(one, other) for one, other, *_ in networkx.find_cycle(graph)]
+        except networkx.NetworkXNoCycle:
+            return proposals
+        least = min(graph.edges[edge]["weight"] for edge in cycle)
+        if least >= LEAST_SWAP and all(free.get(debtor, 0) >= LEAST_SWAP for debtor, _ in cycle):
+            for debtor, creditor in cycle:
+                proposals += _repay(view, debtor, creditor, min(least, free[debtor]), used)
+                free[debtor] -= min(least, free[debtor])
+        graph.remove_edges_from(
+            [edge for edge in cycle if graph.edges[edge]["weight"] <= max(least, LEAST_SWAP)] or cycle
+        )
+        for edge in cycle:
+            if edge in graph.edges:
+                graph.edges[edge]["weight"] -= least
+
+
+def _repay(view: View, debtor: str, creditor: str, tokens: int, used: set[tuple[str, str]]) -> list[Proposal]:
+    """Return moves of up to ``tokens`` tokens of the debtor's requests from ``creditor`` back to the debtor.
+
+    ``used``: Pairs of request and creditor that a move names already; extended.
+    """
+    proposals = []
+    for one in view.held:
+        if one.home == debtor and one.worker == creditor and tokens > 0 and (one.request, creditor) not in used:
+            used.add((one.request, creditor))
+            proposals.append(Proposal(one.request, creditor, (debtor,), min(tokens, one.tokens)))
+            tokens -= one.tokens
+    return proposals
+
+
+CREDITORS = 3  # targets proposed for a move, in order
+LENT_AT_MOST = 0.5  # share of a worker's slots that it lends
+
+
+class ByDebt:
+    """DistKV-LLM: a worker short of slots gets back what it has lent, and borrows from others for its longest request;
+    cycles of debt are cleared."""
 
     def __init__(self) -> None:
         self._short: dict[str, None] = {}  # workers short of slots, oldest first: they borrow in this order
@@ -210,82 +317,40 @@ class ByDebt:
     def propose(self, view: View) -> list[Proposal]:
         short = {one: None for one, load in view.loads.items() if load.free < SHORT * load.capacity}
         self._short = {one: None for one in self._short if one in short} | short
-        free = {one: load.free for one, load in view.loads.items()}
-        return [*self._clear_cycles(view, free), *self._borrow(view, free)][:MOST_PROPOSALS]
+        free, used = {one: load.free for one, load in view.loads.items()}, set[tuple[str, str]]()
+        back = [*clear_cycles(view, free, used), *recalls(view, free, used)]
+        return [*back, *self._borrow(view, free, back)][:MOST_PROPOSALS]
 
-    @staticmethod
-    def debts(view: View) -> dict[tuple[str, str], int]:
-        """Return the debts in tokens by (debtor, creditor)."""
-        debts: dict[tuple[str, str], int] = {}
-        for one in view.held:
-            if one.worker != one.home:
-                debts[one.home, one.worker] = debts.get((one.home, one.worker), 0) + one.tokens
-        return debts
-
-    def _borrow(self, view: View, free: dict[str, int]) -> list[Proposal]:
-        lent = dict.fromkeys(view.loads, 0)
-        for (_, creditor), tokens in self.debts(view).items():
+    def _borrow(self, view: View, free: dict[str, int], back: Sequence[Proposal]) -> list[Proposal]:
+        """Return moves off short workers. ``back``: Moves already proposed, which free slots too."""
+        lent, reads = dict.fromkeys(view.loads, 0), {one: most_reads(view, one) for one in view.loads}
+        for (_, creditor), tokens in debts(view).items():
             lent[creditor] = lent.get(creditor, 0) + tokens
         proposals: list[Proposal] = []
         for debtor in self._short:
-            load = view.loads[debtor]
             own = [one for one in view.held if one.worker == debtor == one.home and one.tokens >= LEAST]
-            allowed = {
-                one: min(free[one] - int(SHORT * other.capacity), int(LENT_AT_MOST * other.capacity) - lent[one])
+            if not own:
+                continue
+            longest = max(own, key=lambda one: one.tokens)
+            rooms = {
+                one: min(
+                    free[one] - int(SHORT * other.capacity),
+                    int(LENT_AT_MOST * other.capacity) - lent[one],
+                    reads[one] / longest.readers,
+                )
                 for one, other in view.loads.items()
                 if one != debtor and one not in self._short and other.accepts
             }
-            creditors = sorted((one for one in allowed if allowed[one] >= LEAST), key=lambda one: -allowed[one])
-            if not own or not creditors:
-                continue
-            longest = max(own, key=lambda one: one.tokens)
-            wanted = int(2 * SHORT * load.capacity) - load.free
-            proposed = tuple(creditors[:CREDITORS])
-            count = min(wanted, longest.tokens, *(allowed[one] for one in proposed))
+            creditors = sorted((one for one in rooms if rooms[one] >= LEAST), key=lambda one: -rooms[one])[:CREDITORS]
+            freed = sum(one.tokens for one in back if one.source == debtor)
+            wanted = int(2 * SHORT * view.loads[debtor].capacity) - view.loads[debtor].free - freed
+            count = int(min(wanted, longest.tokens, *(rooms[one] for one in creditors))) if creditors else 0
             if count >= LEAST:
-                proposals.append(Proposal(longest.request, debtor, proposed, count))
-                for one in proposed:  # any of them may accept
+                proposals.append(Proposal(longest.request, debtor, tuple(creditors), count))
+                for one in creditors:  # any of them may accept
                     free[one] -= count
                     lent[one] += count
-        return proposals
-
-    def _clear_cycles(self, view: View, free: dict[str, int]) -> list[Proposal]:
-        """Return moves of tokens back home along cycles of debt: each worker in a cycle gets slots back."""
-        import networkx  # slow to import; only this policy needs it
-
-        debts = networkx.DiGraph()
-        debts.add_weighted_edges_from((one, other, tokens) for (one, other), tokens in self.debts(view).items())
-        proposals: list[Proposal] = []
-        used = set[tuple[str, str]]()
-        while True:
-            try:
-                cycle = [(one, other) for one, other, *_ in networkx.find_cycle(debts)]
-            except networkx.NetworkXNoCycle:
-                return proposals
-            least = min(debts.edges[edge]["weight"] for edge in cycle)
-            if least >= LEAST_SWAP and all(free.get(debtor, 0) >= LEAST_SWAP for debtor, _ in cycle):
-                for debtor, creditor in cycle:
-                    proposals += self._repay(view, debtor, creditor, min(least, free[debtor]), used)
-                    free[debtor] -= min(least, free[debtor])
-            debts.remove_edges_from(
-                [edge for edge in cycle if debts.edges[edge]["weight"] <= max(least, LEAST_SWAP)] or cycle
-            )
-            for edge in cycle:
-                if edge in debts.edges:
-                    debts.edges[edge]["weight"] -= least
-
-    @staticmethod
-    def _repay(view: View, debtor: str, creditor: str, tokens: int, used: set[tuple[str, str]]) -> list[Proposal]:
-        """Return moves of up to ``tokens`` tokens of the debtor's requests from ``creditor`` back to the debtor.
-
-        ``used``: Pairs of request and creditor that a move names already; extended.
-        """
-        proposals = []
-        for one in view.held:
-            if one.home == debtor and one.worker == creditor and tokens > 0 and (one.request, creditor) not in used:
-                used.add((one.request, creditor))
-                proposals.append(Proposal(one.request, creditor, (debtor,), min(tokens, one.tokens)))
-                tokens -= one.tokens
+                    reads[one] -= count * longest.readers
         return proposals
 
 

@@ -1,5 +1,4 @@
-"""Moves ranges of KV between memory workers while sequences decode (``Moves``), as balancing policies propose
-(``Balancing``). Pure.
+"""Moves ranges of KV between memory workers while sequences decode, as ``lamina.schedule.balancing`` proposes. Pure.
 
 A range of tokens on one worker belongs to a node of the prefix cache, which several requests may share, to a request's
 prompt, which its completions share, or to one completion.
@@ -15,22 +14,19 @@ Until the switch, nothing depends on the move: if a worker is lost, or the owner
 ``try_move`` of rManagers and the limit on tokens moved per step are Infinite-LLM's (sections 6.2, 7.4).
 """
 
-import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lamina.core.requests import Completion, Group
-from lamina.core.segments import by_worker, moved
+from lamina.core.segments import moved
 from lamina.core.steps import KvMove, Switch
 from lamina.core.types import Segment
-from lamina.kv.balancing import ByBandwidth, HeldTokens, Load, Policy, Proposal, View
 from lamina.kv.placement import AHEAD, Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.kv.prefix_tree import Node, PrefixTree
 from lamina.schedule.admission import Admissions
 from lamina.schedule.lane import Lane, Residents
-from lamina.schedule.lane_choice import StepTable
 
 TOKENS_PER_STEP = 16  # average tokens moved per step, which does not slow decoding (Infinite-LLM, Figure 12)
 MOST_TOKENS = 256  # tokens of one move: smaller moves have more overhead, larger moves hold two copies for longer
@@ -338,129 +334,3 @@ def _on(worker: str, segments: Sequence[Segment], begin: int, end: int) -> tuple
         if segment.worker == worker and low < high:
             return low, high
     return None
-
-
-LOOK_STEPS = 32  # completed steps between two calls of the policy
-BACK_STEPS = 256  # completed steps before tokens of a request may move back to a worker that they left
-LEARN = 0.3  # weight of the latest measurement
-
-
-class Balancing:
-    """Begins the moves that a balancing policy proposes."""
-
-    def __init__(self, policy: Policy, moves: Moves, placement: Placement) -> None:
-        self._policy, self._moves, self._placement, self._lanes = policy, moves, placement, moves.lanes
-        self._steps = 0
-        self._looked = 0
-        self._proposals: list[tuple[Proposal, Group]] = []
-        self._came: dict[tuple[str, str], int] = {}  # by request and source: step of the latest move
-        self._reads: dict[str, float] = {}  # by worker: tokens that one step of each lane reads
-        self._token_s: dict[str, float] = {}  # by worker: measured seconds to read a token
-        self._busy: dict[str, tuple[int, float]] = {}  # by worker: steps and seconds at the previous report
-        self._dense = StepTable()  # seconds of a step in slices
-
-    def note_step(self, rows: int, busy_s: float) -> None:
-        """Record a completed step, which spent ``busy_s`` in slices."""
-        self._steps += 1
-        if busy_s > 0:
-            self._dense.note(rows, busy_s)
-
-    def note_attention(self, worker: str, seconds: float) -> None:
-        """Record that a memory worker has spent ``seconds`` on attention so far."""
-        steps, before = self._busy.get(worker, (self._steps, seconds))
-        active = sum(bool(lane.running) for lane in self._lanes)
-        read = self._reads.get(worker, 0.0) * (self._steps - steps) / max(active, 1)
-        if steps < self._steps and read > 0 and seconds > before:
-            known = self._token_s.get(worker, (seconds - before) / read)
-            self._token_s[worker] = known + LEARN * ((seconds - before) / read - known)
-        self._busy[worker] = self._steps, seconds
-
-    @property
-    def due(self) -> bool:
-        """True if ``begin_moves`` will call the policy again."""
-        return self._steps >= self._looked + LOOK_STEPS
-
-    def begin_moves(self) -> None:
-        if self.due:
-            self._looked = self._steps
-            self._look()
-        while self._proposals:
-            proposal, group = self._proposals[0]
-            if not self._moves.may_begin(proposal.source) or self._moves.touches(group):
-                return
-            moved = next(
-                (
-                    (target, tokens)
-                    for target in proposal.targets
-                    if (tokens := self._moves.try_move(group, proposal.source, target, proposal.tokens))
-                ),
-                None,
-            )
-            self._proposals.pop(0)
-            if moved is not None:
-                target, tokens = moved
-                self._came[proposal.request, proposal.source] = self._steps
-                if proposal.tokens > tokens:
-                    self._proposals.insert(
-                        0, (Proposal(proposal.request, proposal.source, (target,), proposal.tokens - tokens), group)
-                    )
-
-    def _look(self) -> None:
-        self._came = {key: step for key, step in self._came.items() if self._steps < step + BACK_STEPS}
-        groups = {group.request.request_id: group for lane in self._lanes for group in lane.running if group.alive}
-        view = self.view(list(groups.values()))
-        self._reads = {worker: float(load.reads) for worker, load in view.loads.items()}
-        known = self._token_s.keys() >= view.loads.keys() and len(view.loads) == len(self._placement.capacities)
-        self._placement.set_speeds({worker: self._token_s[worker] for worker in view.loads} if known else {})
-        self._proposals = []
-        for proposal in self._policy.propose(view):
-            targets = tuple(one for one in proposal.targets if (proposal.request, one) not in self._came)
-            if targets:
-                kept = dataclasses.replace(proposal, targets=targets)
-                self._proposals.append((kept, groups[proposal.request]))
-
-    def view(self, groups: Sequence[Group]) -> View:
-        """Return the state of the memory pool, with ``groups``, for the policy."""
-        placement = self._placement
-        # Local memory reports no time of attention, which this policy compares.
-        left_out = placement.local if isinstance(self._policy, ByBandwidth) else placement.fixed
-        reads = dict.fromkeys(placement.capacities, 0)
-        held: list[HeldTokens] = []
-        for group in groups:
-            lane = self._lanes[group.lane]
-            if group in lane.dealt:
-                continue
-            for completion in group.alive:
-                exist = lane.exist(group, completion)
-                for worker, tokens in by_worker(completion.segments, 0, exist).items():
-                    reads[worker] += tokens
-            first = group.alive[0]
-            for worker, tokens in by_worker(first.segments, 0, lane.exist(group, first)).items():
-                held.append(HeldTokens(group.request.request_id, worker, first.worker, tokens, len(group.alive)))
-        moving = self._arriving()
-        loads = {
-            worker: Load(
-                capacity,
-                max(0, placement.left(worker) - AHEAD * (placement.sequences[worker] + 1)),
-                placement.sequences[worker],
-                max(0, reads[worker] + moving.get(worker, 0)),
-                self._token_s.get(worker) or _mean(self._token_s),
-                worker not in placement.closed,
-            )
-            for worker, capacity in placement.capacities.items()
-            if worker not in left_out
-        }
-        return View(loads, [one for one in held if one.worker in loads], self._dense.at)
-
-    def _arriving(self) -> Mapping[str, int]:
-        """Return, by worker, the change of its tokens when all moves in progress have switched."""
-        moving: dict[str, int] = {}
-        for move in self._moves.in_progress:
-            if move.passed is None:
-                moving[move.target] = moving.get(move.target, 0) + move.tokens
-                moving[move.source] = moving.get(move.source, 0) - move.tokens
-        return moving
-
-
-def _mean(seconds: Mapping[str, float]) -> float:
-    return sum(seconds.values()) / len(seconds) if seconds else 1.0

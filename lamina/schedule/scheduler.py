@@ -32,13 +32,14 @@ from lamina.kv.disk import Disks
 from lamina.kv.placement import Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.schedule.admission import Admissions, request_to_preempt
+from lamina.schedule.balancing import Balancing
 from lamina.schedule.batches import PromptBatch
 from lamina.schedule.beam_search import Beams
 from lamina.schedule.dealing import Dealer, Readiness
 from lamina.schedule.growth import Growth, requeued, resumed
 from lamina.schedule.lane import Lane, Planned, Remains, Residents, kept
 from lamina.schedule.limits import Limits
-from lamina.schedule.moves import Balancing, Moves
+from lamina.schedule.moves import Moves
 from lamina.schedule.pace import LEARN, Pace
 from lamina.schedule.policy import FIFO, Policy, rank_of
 from lamina.schedule.recall import Recall

@@ -248,7 +248,7 @@ class Turn:
         if self._suspects.searching:
             self._clear_suspects(plan)
         if self._balancing is not None and done.rows:
-            self._balancing.note_step(done.rows, done.busy_s)
+            self._balancing.note_step(plan.lane, done.rows, done.busy_s)
         if self._chooser is not None and done.rows:
             self._sequences = self.scheduler.sequences
             self._chooser.note_step(done.rows, len(plan.decoding.sequences), done.busy_s, done.waited_s)
@@ -268,10 +268,10 @@ class Turn:
         return any(one is not None and one.due for one in (self._balancing, self._chooser))
 
     def note_attention(self, worker: str, seconds: float) -> None:
-        """Record that a memory worker has spent ``seconds`` on attention so far."""
+        """Record that a memory worker, or local memory, has spent ``seconds`` on attention so far."""
         if self._balancing is not None:
             self._balancing.note_attention(worker, seconds)
-        if self._chooser is not None:
+        if self._chooser is not None and worker not in self.scheduler.placement.local:
             self._chooser.note_attention(worker, seconds)
 
     def plan(self, now: float) -> Iterator[StepPlan]:

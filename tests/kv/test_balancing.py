@@ -1,12 +1,14 @@
 """Balancing policies: proposals that must never occur, and cases worked out by hand."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from lamina.core.types import Balance
 from lamina.kv.balancing import (
     LEAST,
+    LENGTHENED,
     LENT_AT_MOST,
     POLICIES,
     SHORT,
@@ -16,8 +18,10 @@ from lamina.kv.balancing import (
     ByThroughput,
     HeldTokens,
     Load,
+    Policy,
     Proposal,
     View,
+    debts,
 )
 
 
@@ -171,5 +175,61 @@ def test_debts_in_a_cycle_are_cleared() -> None:
     proposals = ByDebt().propose(view)
     assert {(one.request, one.targets) for one in proposals} == {(str(n), (home,)) for n, home in enumerate(names)}
     assert {one.tokens for one in proposals} == {200}, "the least of the debts"
-    after = ByDebt.debts(made(view, proposals))
+    after = debts(made(view, proposals))
     assert sorted(after.values()) == [50, 100] and not [one for one in ByDebt().propose(made(view, proposals))]
+
+
+LENDING: list[type[Policy]] = [ByThroughput, ByDebt]
+
+
+@pytest.mark.parametrize("policy", LENDING)
+def test_creditors_that_decode_attend_for_debtors_for_a_share_of_their_step_at_most(policy: type[Policy]) -> None:
+    """By hand: a step of 40 s may take 10 s longer, in which 1,000 tokens are read; 400 are read already."""
+    held = [HeldTokens("long", "debtor", "debtor", 7900), HeldTokens("other", "creditor", "debtor", 400)]
+    full = {"debtor": Load(8000, 0, 1, 8000, 0.01, step_s=120.0), "full": Load(8000, 0, 8, 8000, 0.01, step_s=120.0)}
+
+    def moved(creditor: Load) -> int:
+        proposals = policy().propose(View(full | {"creditor": creditor}, held, lambda rows: 300.0 + rows))
+        return sum(one.tokens for one in proposals if one.source == "debtor")
+
+    busy = Load(8000, 7000, 2, 2400, 0.01, step_s=40.0)
+    assert LENGTHENED == 0.25 and 600 - LEAST < moved(busy) <= 600
+    assert moved(replace(busy, token_s=0.1)) == 0, "100 tokens may be read in a step, and 400 are"
+    free = moved(replace(busy, sequences=0))
+    assert free > 600 and moved(replace(busy, step_s=0.0)) > 600, "nothing suffers, or nothing is known"
+
+
+@pytest.mark.parametrize("policy", LENDING)
+def test_no_proposals_together_lengthen_a_step_by_more_than_the_share(policy: type[Policy]) -> None:
+    """With many workers and requests at random: what is too much already grows no further."""
+    grown = 0
+    for seed in range(300):
+        draw = random.Random(seed)
+        view = pool(draw)
+        loads = {name: replace(load, step_s=draw.choice([0.0, 400.0, 4000.0])) for name, load in view.loads.items()}
+        view = replace(view, loads=loads)
+        after = made(view, policy().propose(view))
+        for name, load in loads.items():
+            before_s, after_s = (load.token_s * _lent(one, name) for one in (view, after))
+            grown += after_s > before_s
+            if load.step_s and load.sequences:
+                assert after_s <= max(before_s, LENGTHENED * load.step_s)
+    assert grown > 20
+
+
+def _lent(view: View, worker: str) -> int:
+    return sum(one.tokens * one.readers for one in view.held if one.worker == worker != one.home)
+
+
+@pytest.mark.parametrize("policy", LENDING)
+def test_a_creditor_short_of_slots_gets_back_what_its_debtor_has_room_for(policy: type[Policy]) -> None:
+    held = [HeldTokens("lent", "creditor", "debtor", 500), HeldTokens("own", "creditor", "creditor", 450)]
+    short = {"creditor": Load(1000, 50, 1, 950), "debtor": Load(1000, 900, 1, 100)}
+    (back,) = policy().propose(View(short, held))
+    assert back == Proposal("lent", "creditor", ("debtor",), int(2 * SHORT * 1000) - 50)
+    for creditor, debtor in (
+        (200, 900),
+        (50, int(SHORT * 1000) + LEAST - 1),
+    ):  # it is not short, or the debtor would be
+        view = View({"creditor": Load(1000, creditor, 1, 800), "debtor": Load(1000, debtor, 1, 900)}, held)
+        assert not [one for one in policy().propose(view) if one.targets == ("debtor",)]

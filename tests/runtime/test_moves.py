@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 
 from lamina.config.engine_config import EngineConfig
+from lamina.core.requests import Group
 from lamina.core.sampling import SamplingParams
 from lamina.core.steps import StepPlan
 from lamina.core.types import Balance, DType
+from lamina.kv import balancing as policies
 from lamina.launch import launch
+from lamina.schedule import balancing
+from lamina.schedule.moves import Moves
 from lamina.schedule.scheduler import Scheduler
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, greedy, served
@@ -110,3 +114,61 @@ def test_replicas_lend_local_memory_as_a_policy_proposes(balance: Balance, tmp_p
     assert moved.moves > 0
     holders = [{segment.worker for segment in output.placement} for output in outputs]
     assert {"compute0", "compute1"} in holders
+
+
+Begun = tuple[str, str, str, int]  # request, source, target and tokens of a move
+
+
+def lending_once(monkeypatch: pytest.MonkeyPatch, requests: int) -> list[Begun]:
+    """Once two requests decode on two replicas, the first ``requests`` of them move tokens to the other replica, once.
+    Returns all moves."""
+    plan_of, try_move, begun, lent = Scheduler.plan, Moves.try_move, list[Begun](), set[Group]()
+
+    def watched(moves: Moves, group: Group, source: str, target: str, tokens: int) -> int:
+        moved = try_move(moves, group, source, target, tokens)
+        if moved:
+            begun.append((group.request.request_id, source, target, moved))
+        return moved
+
+    def plan(scheduler: Scheduler, lane: int) -> StepPlan | None:
+        running = [group for own in scheduler._lanes for group in own.running]
+        for group in running[:requests] if len(running) == 2 else []:
+            home = group.completions[0].worker
+            (other,) = scheduler.placement.capacities.keys() - {home}
+            scheduler.moves._credit = 1000.0
+            if group not in lent and scheduler.moves.try_move(group, home, other, 128):
+                lent.add(group)
+        return plan_of(scheduler, lane)
+
+    monkeypatch.setattr(Moves, "try_move", watched)
+    monkeypatch.setattr(Scheduler, "plan", plan)
+    return begun
+
+
+@pytest.mark.parametrize(
+    ("debtors", "nbytes"), [(2, 4 << 20), (1, 322_560)], ids=["a cycle of debts", "a creditor short of slots"]
+)
+def test_the_ledger_brings_lent_tokens_home(
+    debtors: int, nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(balancing, "LOOK_STEPS", 2)
+    monkeypatch.setattr(policies, "LEAST", 16)
+    reference = write_prepared(served("llama", max_position_embeddings=512), tmp_path)
+    draw = random.Random(3)
+    prompts = [[draw.randrange(3, SERVED_VOCABULARY) for _ in range(150)] for _ in range(2)]
+    begun = lending_once(monkeypatch, debtors)
+    settings = BASE | {"compute": "cpu:2", "memory": "local", "kv_cache_memory_bytes": nbytes, "prefix_cache": False}
+    engine = launch(EngineConfig(model=str(tmp_path), balance="ledger", **settings))
+    try:
+        params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+        outputs = run_all(engine, prompts, params)
+        wait_until(lambda: not any(one.used for one in engine.stats().memory.values()), "slots stayed in use", 10)
+    finally:
+        engine.close()
+    assert [output.outputs[0].token_ids for output in outputs] == [greedy(reference, each, 120) for each in prompts]
+    lent, back = begun[:debtors], begun[debtors:]
+    for request, home, creditor, tokens in lent:
+        returned = sum(one[3] for one in back if one[:3] == (request, creditor, home))
+        assert returned == tokens if debtors == 2 else 16 <= returned <= tokens, begun
+    if debtors == 2:
+        assert all(len({segment.worker for segment in output.placement}) == 1 for output in outputs)

@@ -10,9 +10,9 @@ from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Balance, Partition
 from lamina.kv import balancing
 from lamina.kv.balancing import POLICIES
-from lamina.schedule import moves
+from lamina.schedule import balancing as looks
+from lamina.schedule.balancing import Balancing
 from lamina.schedule.limits import Limits
-from lamina.schedule.moves import Balancing
 from tests.support.lossy_clusters import Moving, play_out, random_course, random_events, random_requests, settled, step
 from tests.support.schedules import plan_of, request, scheduler
 
@@ -67,7 +67,7 @@ def test_what_is_kept_for_others_is_not_of_a_first_completion_that_was_released(
 def test_whatever_a_policy_moves_every_slot_comes_back_and_nothing_returns_at_once(
     name: Balance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for where, what in ((balancing, "LEAST"), (balancing, "LEAST_SWAP"), (balancing, "UNEVEN"), (moves, "LOOK_STEPS")):
+    for where, what in ((balancing, "LEAST"), (balancing, "LEAST_SWAP"), (balancing, "UNEVEN"), (looks, "LOOK_STEPS")):
         monkeypatch.setattr(where, what, 1)
     moved = 0
     for seed in range(50):
@@ -90,21 +90,37 @@ def test_speeds_that_balancing_has_learned_place_requests() -> None:
     """As long as a step of a worker is not known, and if an epoch ends, requests go where most room is."""
     under_test = settled()
     follows = Balancing(POLICIES["bandwidth"](), under_test.moves, under_test.placement)
-    follows._looked = -moves.LOOK_STEPS
+    follows._looked = -looks.LOOK_STEPS
     for steps, (fast_s, slow_s) in enumerate([(0.0, 0.0), (1.0, 8.0), (2.0, 16.0)]):
         follows._reads = {"memory0": 100.0, "memory1": 100.0}
         for worker, seconds in (("memory0", fast_s), ("memory1", slow_s)):
             follows.note_attention(worker, seconds)
         assert not under_test.placement.token_s or steps == 2
-        follows._looked = -moves.LOOK_STEPS
+        follows._looked = -looks.LOOK_STEPS
         follows.begin_moves()
-        follows.note_step(1, 0.1)
+        follows.note_step(0, 1, 0.1)
     speeds = under_test.placement.token_s
     assert speeds["memory1"] == pytest.approx(8 * speeds["memory0"])
     assert under_test.placement.fitting(10, 1) == [("memory0", 10)], "which holds 40 tokens already"
     members = tuple(Member(f"memory{index}", "memory", "cpu", "", 100) for index in range(2))
     under_test.placement.apply_topology(Topology(FIRST, members, Pipeline(1, 1)))
     assert under_test.placement.fitting(10, 1) == [("memory1", 10)]
+
+
+def test_times_of_steps_and_attention_bound_what_local_memory_lends() -> None:
+    """By hand: attention takes 0.4 s of steps of 1 s, and reads 100 tokens. Others have no steps of their own."""
+    under_test = settled()
+    placement = under_test.placement
+    placement.local, placement.others, placement.lends = frozenset({"memory0"}), lambda lane: frozenset(), True
+    follows = Balancing(POLICIES["ledger"](), under_test.moves, placement)
+    assert follows.view([]).loads["memory0"].step_s == 0.0
+    follows._reads = {"memory0": 100.0}
+    for attention_s in (0.0, 0.4):
+        follows.note_step(0, 1, 1.0)
+        follows.note_attention("memory0", attention_s)
+    loads = follows.view([]).loads
+    assert loads["memory0"].token_s == pytest.approx(0.004)
+    assert (loads["memory0"].step_s, loads["memory1"].step_s) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(

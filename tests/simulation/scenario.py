@@ -40,8 +40,8 @@ class Pace:
 KNOBS: Mapping[tuple[str, str], Sequence[float]] = {
     ("lamina.memory.device.windows", "FEWEST"): [1, 1, 48, 1024],
     ("lamina.schedule.moves", "TOKENS_PER_STEP"): [1, 16, 256],
-    ("lamina.schedule.moves", "LOOK_STEPS"): [2, 32],
-    ("lamina.schedule.moves", "BACK_STEPS"): [4, 256],
+    ("lamina.schedule.balancing", "LOOK_STEPS"): [2, 32],
+    ("lamina.schedule.balancing", "BACK_STEPS"): [4, 256],
     ("lamina.kv.balancing", "LEAST"): [4, 64],
     ("lamina.kv.prefix_tree", "GRAIN"): [1, 8, 64],
     ("lamina.schedule.growth", "CHEAP"): [0, 0, 32],

@@ -293,7 +293,7 @@ class Moving(Caching):
                 assert self.contents[name][slot] == key
         super().complete(lane)
         if self.scheduler.balancing is not None:
-            self.scheduler.balancing.note_step(3, 1.0)
+            self.scheduler.balancing.note_step(lane, 3, 1.0)
 
 
 def settled(**settings: Any) -> Scheduler:
