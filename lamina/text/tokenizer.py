@@ -15,6 +15,7 @@ from lamina.core.errors import ModelError, RequestError
 from lamina.core.types import ChatSettings
 from lamina.models.directory import SPECIAL_TOKENS_MAP, TOKENIZER, TOKENIZER_CONFIG, ModelDirectory, read_json
 from lamina.models.hub import NAMED_TEMPLATES
+from lamina.text.added_tokens import add_tokens
 
 if TYPE_CHECKING:
     from lamina.text.chat_format import ChatFormat
@@ -138,6 +139,8 @@ class Tokenizer:
         config_file = directory.path / TOKENIZER_CONFIG
         config = read_json(config_file) if config_file.is_file() else {}
         self._special_tokens = _special_tokens(directory.path, config)
+        rows = directory.text_config.get("vocab_size")
+        add_tokens(self._tokenizer, {**config, **self._special_tokens}, rows if isinstance(rows, int) else None)
         self._own_templates = _chat_templates(directory.path, config)
         self._compiled: dict[str, ChatTemplate] = {}
         self.chat_settings = chat or ChatSettings()
