@@ -128,6 +128,8 @@ def _no_weights(path: Path) -> str:
         "Make one with transformers: AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW), or start with "
         "--load-format dummy for random weights"
     )
+    if lost := [file for file in path.iterdir() if file.name in (WEIGHTS, INDEX) and file.is_symlink()]:
+        return f"{lost[0]} is a link to {lost[0].readlink()}, which does not exist: download or copy the model again"
     others = sorted(file.name for file in path.iterdir() if file.suffix in {".safetensors", ".bin", ".gguf", ".pth"})
     found = f"found {some(others)} instead" if others else "it holds no weights at all"
     return f"{path} holds neither {WEIGHTS} nor {INDEX}; {found}. {remedy}"

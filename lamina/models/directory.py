@@ -19,6 +19,7 @@ from lamina.models.quantisation.formats import Packed, Scheme, find_packed, part
 BUNDLED = Path(__file__).parent / "bundled"
 BUNDLED_NAME = "lamina-bundled"
 CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -61,11 +62,20 @@ class ModelDirectory:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a text: generation_config.json's, else config.json's."""
+        """Tokens that end a text: generation_config.json's, else config.json's. A negative id stands for none.
+
+        Raises:
+            ModelError: an id is not an integer.
+        """
         for config in (self.generation_config, self.config, self.text_config):
             ids = config.get("eos_token_id")
             if ids is not None:
-                return frozenset(ids if isinstance(ids, list) else [ids])
+                ids = ids if isinstance(ids, list) else [ids]
+                if not all(
+                    isinstance(token, int) or (isinstance(token, float) and token.is_integer()) for token in ids
+                ):
+                    raise ModelError(f"{self.path}: eos_token_id is {ids}; give a token id or a list of them")
+                return frozenset(int(token) for token in ids if token >= 0)
         return frozenset()
 
     @property
@@ -103,6 +113,8 @@ def find(model: str | os.PathLike[str] | None, *, weights: bool = True, tokenize
     path = BUNDLED if model is None else _located(model, weights)
     _require_directory(path)
     if not (path / CONFIG).is_file():
+        if (path / ADAPTER).is_file():
+            raise ModelError(f"{path} holds a LoRA adapter, not a model: give the model that it is merged into")
         raise ModelError(f"{path} has no {CONFIG}, so it is not a Hugging Face model directory")
     config = read_json(path / CONFIG)
     if tokenizer and not (path / TOKENIZER).is_file():
@@ -252,8 +264,10 @@ def sampling_defaults(model: ModelDirectory, choice: GenerationConfig) -> Defaul
     try:
         SamplingParams(**found)
     except ValueError as error:
+        name, rest = str(error).split(maxsplit=1)  # its messages begin with the parameter's name
+        name = next((theirs for theirs, ours in _SAMPLING_NAMES.items() if ours == name), name)
         raise ModelError(
-            f"{model.path / GENERATION_CONFIG}: {error}. Correct the file, or ignore it with generation_config none"
+            f"{model.path / GENERATION_CONFIG}: {name} {rest}. Correct the file, or ignore it: generation_config none"
         ) from None
     return found
 

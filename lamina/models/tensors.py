@@ -183,6 +183,11 @@ class _Checkpoint:
             if candidate in self._recipes:
                 return candidate
         files = {entry.file.name for entry in self._directory.tensors.values()}
+        if self._directory.scheme is None and (codes := sorted(filter(_are_codes, self._directory.tensors))):
+            raise ModelError(
+                f"{self._directory.path}: the checkpoint holds quantised weights ({some(codes)}), but config.json has "
+                "no quantization_config: copy config.json again, or write the settings of quantize_config.json into it"
+            )
         raise ModelError(
             f"{self._directory.path}: no tensor for {name} among the {len(self._directory.tensors)} in {some(files)}. "
             "The weights do not belong to this config.json, or are incomplete: copy the directory again"
@@ -291,6 +296,11 @@ class _Checkpoint:
 
     def _is_quantised(self, name: str) -> bool:
         return name in self._form.names and self._tied(name) == [name]
+
+
+def _are_codes(name: str) -> bool:
+    """Return whether a tensor of this name holds a weight's codes."""
+    return name.endswith((".qweight", ".weight_packed", ".absmax", ".weight_scale", ".weight_scale_inv"))
 
 
 def _own(tensor: torch.Tensor, mapped: set[int], device: torch.device) -> torch.Tensor:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lamina.core.errors import ModelError, UnsupportedModelError
 from lamina.models.checkpoint import INDEX
-from lamina.models.directory import BUNDLED, find, max_model_len
+from lamina.models.directory import BUNDLED, find, max_model_len, sampling_defaults
 
 
 @pytest.fixture
@@ -108,6 +108,47 @@ def test_no_tokenizer(model: Path) -> None:
     with pytest.raises(ModelError, match=r"no tokenizer\.json \(only tokenizer\.model\).*AutoTokenizer"):
         find(model)
     assert not find(model, tokenizer=False).eos_token_ids.isdisjoint({2})
+
+
+def change(file: Path, **values: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [(5, {5}), ([5, 6], {5, 6}), (5.0, {5}), (-1, set()), ([-1, 5], {5}), ([], set()), (None, {2})],
+)
+def test_tokens_that_end_a_text(model: Path, given: object, found: set[int]) -> None:
+    """-1 stands for none in the configs of early Llama models."""
+    change(model / "generation_config.json", eos_token_id=given)
+    assert find(model).eos_token_ids == found
+
+
+@pytest.mark.parametrize("given", ["5", [[5]], [None], {"a": 1}, 1.5])
+def test_what_is_no_token_is_refused_by_name(model: Path, given: object) -> None:
+    change(model / "generation_config.json", eos_token_id=given)
+    with pytest.raises(ModelError, match=r"eos_token_id is .*; give a token id or a list of them"):
+        _ = find(model).eos_token_ids
+
+
+def test_a_default_out_of_range_has_the_name_that_it_has_in_the_file(model: Path) -> None:
+    change(model / "generation_config.json", max_new_tokens=0)
+    with pytest.raises(ModelError, match=r"generation_config\.json: max_new_tokens is 0; give an integer from 1"):
+        sampling_defaults(find(model), "auto")
+
+
+def test_links_of_a_cache_whose_files_are_gone(model: Path) -> None:
+    for file in model.glob("model*"):
+        file.unlink()
+    (model / "model.safetensors").symlink_to("../../blobs/abc")
+    with pytest.raises(ModelError, match=r"model\.safetensors is a link to \.\./\.\./blobs/abc, which does not exist"):
+        find(model)
+
+
+def test_an_adapter_is_no_model(model: Path) -> None:
+    (model / "config.json").rename(model / "adapter_config.json")
+    with pytest.raises(ModelError, match="holds a LoRA adapter, not a model"):
+        find(model)
 
 
 def test_no_safetensors(model: Path) -> None:

@@ -207,6 +207,15 @@ def test_missing_tensor(tmp_path: Path) -> None:
         load(find(tmp_path, tokenizer=False), "model.layers.1.mlp.up_proj.weight")
 
 
+def test_codes_without_their_settings_are_said_to_be_codes(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    codes = {name.replace("_proj.weight", "_proj.qweight"): tensor for name, tensor in tensors.items()}
+    save_file(codes, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"holds quantised weights .*qweight.*config.json has no quantization_config"):
+        load(find(tmp_path, tokenizer=False), "model.layers.1.mlp.up_proj.weight")
+
+
 @pytest.mark.parametrize("part", ["w1", "w2"])
 def test_missing_expert(tmp_path: Path, part: str) -> None:
     save(tmp_path, "mixtral")
