@@ -18,6 +18,7 @@ from lamina.schedule.moves import Range
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.suspects import Hold
 from tests.support.clusters import MANY, Course
+from tests.support.disk_blocks import unaccounted
 from tests.support.lossy_clusters import NOBODY, Moving, settled, step
 from tests.support.schedules import LIMITS, plan_of, request
 
@@ -152,6 +153,7 @@ def run(cluster: Spilling, course: Course) -> None:
     cluster.leave()
     cluster.check_rest()
     assert not cluster.scheduler.disks.held and not cluster.scheduler.moves.in_progress
+    assert not unaccounted(cluster.scheduler.disks)
     cluster.check_ends()
 
 

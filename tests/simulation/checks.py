@@ -14,6 +14,7 @@ from lamina.memory.slab import Slab
 from lamina.memory.store import KvStore
 from lamina.memory.worker import MemoryWorker
 from tests.simulation.world import Broken
+from tests.support.disk_blocks import unaccounted
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Simulation
@@ -31,6 +32,7 @@ def check_turn(run: "Simulation") -> None:
     """Check what must hold whenever the engine has planned."""
     engine: Any = run.engine
     scheduler = engine._scheduler
+    require(not run.processes.broken, "; ".join(run.processes.broken))
     running = collections.Counter(group for lane in scheduler._lanes for group in lane.running)
     waiting = collections.Counter([*scheduler._admissions._queue, *scheduler._admissions._skipped])
     waiting.update(list(scheduler._holding._waiting))
@@ -105,6 +107,8 @@ def check_quiet(run: "Simulation") -> None:
     for place in placement.capacities:
         left = placement.reserved[place], placement.returning[place], placement.sequences[place]
         require(not any(left), f"(reserved, returning, sequences) of {place} are {left} although nothing runs")
+    lost = unaccounted(scheduler.disks)
+    require(not lost, f"blocks of disks are not accounted for: {lost}")
     workers: dict[str, Any] = {}
     for name in topology.names:
         process = run.processes.all[name]

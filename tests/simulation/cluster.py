@@ -29,22 +29,20 @@ from lamina.cluster.sizing import ClusterPlan
 from lamina.control.agent_messages import Start
 from lamina.core.errors import LaminaError
 from lamina.core.outputs import FinishReason
-from lamina.core.requests import Drawn
 from lamina.core.topology import Pool, Topology
-from lamina.core.types import Client
 from lamina.engine.engine import Engine
-from lamina.engine.updates import TokenUpdate
 from lamina.memory import disk_tier
 from lamina.models import directory
 from lamina.schedule.limits import Limits
 from lamina.text.tokenizer import Tokenizer
 from tests.simulation.checks import check_quiet, check_turn
+from tests.simulation.clients import Clients
 from tests.simulation.control import ENGINE, Processes, SimulatedServer
 from tests.simulation.disk import Disks
 from tests.simulation.faults import Faults
-from tests.simulation.model import expected
 from tests.simulation.network import Network
-from tests.simulation.scenario import LONGEST, Asked, Fault, Load, layout
+from tests.simulation.points import Points, chances
+from tests.simulation.scenario import LONGEST, Fault, Load, Scene, layout
 from tests.simulation.world import Broken, Task, World
 
 MODEL = directory.find(None)
@@ -52,23 +50,6 @@ TOKENIZER = Tokenizer(MODEL)
 RESTART_S = 1.0  # at least, from an engine's end to the start of the next one
 FAULTY_S = 300.0  # at most, while faults and requests come
 CALM_S = 240.0  # after the last fault, within which every request must end
-MOST_OPEN = 16  # requests: clients wait while there are so many
-
-
-@dataclass
-class Sent:
-    """A request of a client, and what has come back."""
-
-    number: int
-    asked: Asked
-    drawn: list[list[int]]
-    ended: list[FinishReason | None]
-    error: str | None = None
-    finished: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"request{self.number}"
 
 
 @dataclass
@@ -115,17 +96,24 @@ class _Log(logging.Handler):
 
 
 class Simulation:
-    """A run. ``planned``: its faults. ``steps``: how many steps there are while faults and new requests come."""
+    """A run."""
 
-    def __init__(self, seed: int, planned: Sequence[Fault], steps: int) -> None:
+    def __init__(self, seed: int, planned: Sequence[Fault], steps: int, scene: Scene | None = None) -> None:
+        """Prepare a run.
+
+        Args:
+            planned: Its faults.
+            steps: How many steps there are while faults and new requests come.
+            scene: The cluster, what clients ask for, and rare branches. Default: what the seed has.
+        """
+        scene = Scene(layout(seed), Load(seed), chances(seed)) if scene is None else scene
         self.seed, self.planned, self.steps = seed, planned, steps
-        self.layout = layout(seed)
+        self.layout = scene.layout
         self.world = World(seed)
         self.network = Network(self.world, self.layout.jitter)
         self.processes = Processes(self.network, self.layout.pace)
         self.disks = Disks(self.world)
-        self.sent: list[Sent] = []
-        self._open = 0  # of them
+        self.clients = Clients(self, scene.load)
         self.engine: Engine | None = None
         self.engine_task: Task | None = None
         self.failure: BaseException | None = None
@@ -134,15 +122,20 @@ class Simulation:
         self.saved = b""  # what another engine needs to take over
         self.is_down = False  # the engine was killed, and no other one has taken over yet
         self._steps_before = 0  # of engines that were killed
-        self._load = Load(seed)
         self._faults = Faults(self)
+        self._points = Points(seed, scene.chances)
 
     def run(self) -> Report:
         """Run to the end. Failures are in the report."""
         failure = trace = ""
         log = _Log(self.world)
         logging.getLogger("lamina").addHandler(log)
-        with self.world.as_clock(), mock.patch.object(disk_tier, "Disk", self.disks.open), turned(self.layout.knobs):
+        with (
+            self.world.as_clock(),
+            mock.patch.object(disk_tier, "Disk", self.disks.open),
+            turned(self.layout.knobs),
+            self._points.patched(),
+        ):
             try:
                 self._run()
             except Exception as error:  # whatever fails is what the run is for
@@ -152,10 +145,12 @@ class Simulation:
             seconds = self.world.now - 1000
             logging.getLogger("lamina").removeHandler(log)
             self._end()
-        errors = sum(FinishReason.ERROR in one.ended for one in self.sent)
+        errors = sum(FinishReason.ERROR in one.ended for one in self.clients.sent)
         done = self._steps()
         told, events = list(self.world.trace), self.world.events
-        report = Report(done, len(self.sent), errors, self._faults.happened, seconds, failure, trace, told, events)
+        report = Report(
+            done, len(self.clients.sent), errors, self._faults.happened, seconds, failure, trace, told, events
+        )
         self.world.unwind()
         return report
 
@@ -166,16 +161,17 @@ class Simulation:
         begun = world.now
         for fault in self.planned:
             world.call_at(begun + fault.at, partial(self._faults.begin, fault))
-        world.call_later(0.0, self._request)
+        world.call_later(0.0, self.clients.request)
         until = begun + FAULTY_S
         world.run(lambda: self._steps() >= self.steps or world.now > until or self._is_over())
         self.calm = True
         world.tell("calm")
         self._faults.heal()
+        self._points.end()
         until = world.now + CALM_S
-        world.run(lambda: (not self._open and not self.is_down) or world.now > until or self.failure is not None)
+        world.run(lambda: (not self.clients.open and not self.is_down) or world.now > until or self.failure is not None)
         self._raise_failure()
-        if late := [one.name for one in self.sent if not one.finished]:
+        if late := [one.name for one in self.clients.sent if not one.finished]:
             raise Broken(f"{', '.join(late)} have not ended within {CALM_S:g} s without faults")
         until = world.now + 20.0
         world.run(lambda: world.now > until or self.failure is not None)
@@ -284,10 +280,7 @@ class Simulation:
                     start = self._launch
         except Exception as error:  # whatever fails is what the run is for
             self.failure = self.failure or error
-        for sent in self.sent:
-            if not sent.finished and self.failure is None:
-                left = {index: sent.drawn[index] for index, reason in enumerate(sent.ended) if reason is None}
-                self._submit(sent, left, again=True)
+        self.clients.send_again()
 
     def _after_turn(self) -> None:
         self.turns += 1
@@ -301,111 +294,6 @@ class Simulation:
 
     def _thread(self, run: Callable[[], None]) -> "_Thread":
         return _Thread(self, run)
-
-    # -- clients
-
-    def _request(self) -> None:
-        """A client sends a request, and the next one comes later."""
-        if self.calm or self.engine is None:
-            return
-        if self._open >= MOST_OPEN or self.is_down:
-            self.world.call_later(0.05, self._request)
-            return
-        asked = self._load.ask(self.engine.max_model_len, self.layout.config.max_num_seqs)
-        self.world.call_later(asked.next_s, self._request)
-        n = asked.params.n
-        sent = Sent(len(self.sent), asked, [[] for _ in range(n)], [None] * n)
-        if not self._submit(sent):
-            return
-        self.sent.append(sent)
-        self._open += 1
-        self.world.tell(
-            f"{sent.name} of {asked.client} comes: {len(asked.prompt)} tokens, {n} x {asked.params.max_tokens}"
-        )
-        if asked.abort_at is not None:
-            self.world.call_later(asked.abort_at, partial(self._abort, sent))
-            if asked.again_s is not None:
-                self.world.call_later(asked.abort_at + asked.again_s, partial(self._abort, sent))
-
-    def _submit(self, sent: Sent, drawn: Drawn | None = None, again: bool = False) -> bool:
-        """Give a request to the engine. Returns whether it was accepted."""
-        asked, engine = sent.asked, self.engine
-        assert engine is not None
-        client = Client(asked.client, asked.client)
-
-        def on_tokens(update: TokenUpdate) -> None:
-            self._on_tokens(sent, update)
-
-        try:
-            engine.submit_tokens(
-                sent.name, asked.prompt, asked.params, on_tokens, client, asked.seed, drawn, again=again
-            )
-        except LaminaError as error:
-            self.world.tell(f"{sent.name} is refused: {error}")
-            return False
-        return True
-
-    def _abort(self, sent: Sent) -> None:
-        """A client aborts a request: once another engine has taken over, if it was killed."""
-        assert self.engine is not None
-        if self.is_down:
-            self.world.call_later(0.1, partial(self._abort, sent))
-        else:
-            self.engine.abort(sent.name)
-
-    def _on_tokens(self, sent: Sent, update: TokenUpdate) -> None:
-        try:
-            self._take(sent, update)
-        except Broken as failure:  # the engine survives what its callers raise
-            self.failure = self.failure or failure
-
-    def _take(self, sent: Sent, update: TokenUpdate) -> None:
-        if sent.finished:
-            raise Broken(f"{sent.name} is told more after its end")
-        for part in update.completions:
-            if sent.ended[part.index] is not None:
-                raise Broken(f"completion {part.index} of {sent.name} goes on after its end")
-            sent.drawn[part.index] += part.token_ids
-            sent.ended[part.index] = part.finish_reason
-            cut = sent.asked.cuts.get(part.index)
-            if cut is not None and len(sent.drawn[part.index]) >= cut and self.engine is not None:
-                self.engine.end_completion(sent.name, part.index)
-        if update.finished:
-            sent.finished, sent.error = True, update.error
-            self._open -= 1
-            self.world.tell(f"{sent.name} ends: {', '.join(str(one) for one in sent.ended)} {update.error or ''}")
-            self._judge(sent)
-
-    def _judge(self, sent: Sent) -> None:
-        """The tokens must be those of the plain function."""
-        asked = sent.asked
-        if asked.poison:
-            if not {*sent.ended} <= {FinishReason.ERROR, FinishReason.ABORT} or any(sent.drawn):
-                raise Broken(f"{sent.name}, which workers die of, ends with {sent.ended} after {sent.drawn}")
-            return
-        for index, (drawn, reason) in enumerate(zip(sent.drawn, sent.ended, strict=True)):
-            wanted = expected(asked.prompt, asked.params, asked.seed, index)
-            if reason is None:
-                raise Broken(f"completion {index} of {sent.name} has no finish reason")
-            was_cut = len(drawn) >= asked.cuts.get(index, len(drawn) + 1)
-            whole = reason in (FinishReason.STOP, FinishReason.LENGTH) and not was_cut
-            if (drawn != wanted) if whole else (drawn != wanted[: len(drawn)]):
-                at = next(
-                    (place for place, pair in enumerate(zip(drawn, wanted, strict=False)) if pair[0] != pair[1]),
-                    len(drawn),
-                )
-                raise Broken(
-                    f"completion {index} of {sent.name}, {len(asked.prompt)} tokens of prompt, ends with {reason} "
-                    f"after {len(drawn)} tokens of {len(wanted)}; token {at} is the first that is wrong"
-                )
-            if reason is FinishReason.ABORT and asked.abort_at is None:
-                raise Broken(f"{sent.name} was aborted, and nobody asked for that")
-            if reason is FinishReason.ERROR and not self._may_fail(sent.error or ""):
-                raise Broken(f"{sent.name} ends in an error: {sent.error}")
-
-    def _may_fail(self, error: str) -> bool:
-        """Errors that are right: too few workers are left, or workers died again and again with this request."""
-        return "may need" in error or "is not run again" in error or "not fit" in error
 
     def _end(self) -> None:
         """End everything that is left, whatever state it is in."""

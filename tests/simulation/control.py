@@ -29,6 +29,8 @@ from tests.simulation.world import Task
 
 ENGINE = "engine"
 Unread = tuple[str, int, int]  # sender, slot, number of the message
+EXPECTED = frozenset({"MemoryError", "PeerLostError", "TransportError", "DeadlineError"})
+"""Errors with which workers may end: what faults cause. Others are faults of the product, also if it recovers."""
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_WORKER = msgspec.msgpack.Decoder(ToWorker)
 
@@ -39,7 +41,7 @@ class Process:
     Attributes:
         client: its end of the control plane.
         reason: why it has exited; empty: it runs.
-        lacks_memory: it cannot allocate memory for its next message.
+        lacks_memory: it cannot allocate memory for its next message, nor for an arena.
         overlooked: messages that it left unread between two slices, although it may lend its local memory.
     """
 
@@ -70,6 +72,7 @@ class Process:
         return self.worker
 
     def _open(self, member: Member, transport: Transport, tls: bool) -> SimulatedEndpoint:
+        self._allocate()
         endpoint = SimulatedEndpoint(member.name, self._network, self.task, self._fence, self._allocate)
         self.endpoints.append(endpoint)
         return endpoint
@@ -79,7 +82,7 @@ class Process:
 
     def _allocate(self) -> None:
         if self.lacks_memory:
-            raise MemoryError(f"{self.name} cannot allocate memory for a message")
+            raise MemoryError(f"{self.name} cannot allocate memory")
 
     def _run_slice(self, tokens: torch.Tensor) -> None:
         unread = self._find_unread()
@@ -123,6 +126,7 @@ class Processes(Launcher):
         server: the engine's end of the control plane.
         all: every process that was ever started, by name.
         refuses: processes cannot be started.
+        broken: how workers have failed that no fault has made fail.
     """
 
     def __init__(self, network: Network, pace: Pace) -> None:
@@ -130,6 +134,7 @@ class Processes(Launcher):
         self.server: SimulatedServer
         self.all: dict[str, Process] = {}
         self.refuses = False
+        self.broken: list[str] = []
         self._left_out = set[str]()
 
     def default_kind(self, pool: Pool) -> str:
@@ -331,6 +336,8 @@ class SimulatedClient(ControlClient):
     def send(self, message: ToEngine) -> None:
         if isinstance(message, Failed):
             self._world.tell(f"{self.name} fails: {message.kind}: {message.message}\n{message.traceback}")
+            if message.kind not in EXPECTED:
+                self._processes.broken.append(f"{self.name} fails: {message.kind}: {message.message}")
         if not self._process.reason:
             payload = _ENCODER.encode(message)
             arrive: Callable[[], None] = lambda: self._processes.server.deliver(self.name, payload)  # noqa: E731

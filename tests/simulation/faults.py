@@ -57,15 +57,26 @@ class Faults:
     def _later(self, fault: Fault, action: Callable[[], object]) -> None:
         self._run.world.call_later(fault.seconds, action)
 
+    def _changing(self) -> set[str]:
+        """Return the workers that join, leave or change their role."""
+        pools = None if self._run.engine is None else self._run.engine._members.pools
+        return set() if pools is None else pools.states.keys() & self._run.processes.living.keys()
+
     def _victim(self, fault: Fault) -> Process | None:
-        living = self._run.processes.living
-        names = sorted(living)
-        return living[names[int(fault.choice * len(names))]] if names else None
+        """Return a worker: half of the time one that joins or leaves, if there is any."""
+        living, changing = self._run.processes.living, sorted(self._changing())
+        choice = fault.choice * 2
+        names = changing if choice < 1 and changing else sorted(living)
+        return living[names[int(choice % 1 * len(names))]] if names else None
 
     def _way(self, fault: Fault) -> tuple[str, str]:
-        ends = [*sorted(self._run.processes.living), ENGINE]
+        """Return two ends: half of the time one of them joins or leaves, if any worker does."""
+        ends, changing = [*sorted(self._run.processes.living), ENGINE], self._changing()
         ways: Sequence[tuple[str, str]] = [(a, b) for a in ends for b in ends if a != b] or [(ENGINE, ENGINE)]
-        return ways[int(fault.choice * len(ways))]
+        choice = fault.choice * 2
+        if choice < 1 and changing:
+            ways = [way for way in ways if not changing.isdisjoint(way)]
+        return ways[int(choice % 1 * len(ways))]
 
     def _kill(self, fault: Fault) -> None:
         if (victim := self._victim(fault)) is not None:
@@ -129,6 +140,9 @@ class Faults:
         self._tell(f"disks fail for {fault.seconds:g} s")
         self._run.disks.fail = True
         self._later(fault, partial(setattr, self._run.disks, "fail", False))
+
+    def _hangup(self, fault: Fault) -> None:
+        self._run.clients.hang_up(fault.choice)
 
     def _restart(self, fault: Fault) -> None:
         """Kill the engine, if each role has a member that runs: another engine needs these."""

@@ -7,7 +7,9 @@ needs many faults of one kind in a row, or none of another, does not come up whe
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
+
+from typing_extensions import override
 
 from lamina.cluster.pool import CPU, LOCAL
 from lamina.cluster.refusals import refusals
@@ -47,6 +49,12 @@ KNOBS: Mapping[tuple[str, str], Sequence[float]] = {
     ("lamina.schedule.growth", "CHEAP"): [0, 0, 32],
     ("lamina.schedule.recipients", "RELEASE_S"): [0.05, 1.0],
     ("lamina.schedule.batches", "SMALLEST"): [4, 64],
+    ("lamina.memory.device.windows", "SPARE"): [8, 8, 1_000_000],
+    ("lamina.schedule.moves", "MOST_TOKENS"): [8, 256],
+    ("lamina.schedule.admission", "PAUSE"): [2, 32],
+    ("lamina.schedule.admission", "PATIENCE"): [4, 256],
+    ("lamina.schedule.admission", "MOST_SKIPPED"): [1, 32],
+    ("lamina.kv.prefix_cache", "SHORTEST"): [2, 16],
 }
 """Constants of the product that make a branch rare with small clusters and short requests, and values to choose from
 instead. None of them may change a token."""
@@ -157,8 +165,16 @@ class Asked:
     poison: bool = False
 
 
-class Load:
+class Asking(Protocol):
     """The requests of a run, one after another."""
+
+    def ask(self, longest: int, most: int) -> Asked | None:
+        """Return the next request, of at most ``longest`` tokens with a completion, and ``most`` completions; None if
+        there is no other one."""
+
+
+class Load(Asking):
+    """Requests that a seed chooses."""
 
     def __init__(self, seed: int) -> None:
         self._chance = chance = random.Random(f"load {seed}")
@@ -173,15 +189,18 @@ class Load:
         self._cuts = chance.choice([0.0, 0.0, 0.2])
         self._poison = chance.choice([0.0, 0.0, 0.0, 0.02, 0.1])
         self._shared = chance.choice([0.0, 0.5, 0.9])
+        self._cut_prefixes = chance.choice([0.0, 0.2, 0.8])
         self._prefixes = [self._tokens(chance.choice([8, 30, 60, 80, 100])) for _ in range(3)]
 
     def _tokens(self, count: int) -> list[int]:
         return [self._chance.randrange(POISON) for _ in range(count)]
 
+    @override
     def ask(self, longest: int, most: int) -> Asked:
-        """Return the next request, of at most ``longest`` tokens with a completion, and ``most`` completions."""
         chance = self._chance
         prompt = list(chance.choice(self._prefixes)) if chance.random() < self._shared else []
+        if chance.random() < self._cut_prefixes:
+            prompt = prompt[: chance.randint(0, len(prompt))]
         prompt += self._tokens(chance.choice(self._prompts))
         params = SamplingParams(
             n=min(most, chance.choice(self._completions)),
@@ -206,6 +225,20 @@ class Load:
             0.0 if chance.random() < self._burst else chance.expovariate(1 / self._pause_s) / (1 - self._burst),
             poison,
         )
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a run has besides faults.
+
+    Attributes:
+        load: What clients ask for.
+        chances: How often rare branches are taken, by point (``tests.simulation.points``).
+    """
+
+    layout: Layout
+    load: Asking
+    chances: Mapping[str, float]
 
 
 CHANGES: Sequence[Mapping[Pool, int]] = [
@@ -262,6 +295,7 @@ KINDS: dict[str, float] = {
     "refuse": 0.5,
     "restart": 0.5,
     "disk": 0.5,
+    "hangup": 0.5,
 }
 """Kinds of faults, and how often each comes where a seed has all."""
 
@@ -271,7 +305,11 @@ LEFT_OUT = 0.5  # chance of a kind to be left out of a run
 def faults(seed: int, seconds: float) -> list[Fault]:
     """Return the faults that a seed has within so many seconds."""
     chance = random.Random(f"faults {seed}")
-    weights = {kind: weight for kind, weight in KINDS.items() if chance.random() >= LEFT_OUT}
+    weights = {
+        kind: weight * chance.choice([0.3, 1.0, 1.0, 4.0])
+        for kind, weight in KINDS.items()
+        if chance.random() >= LEFT_OUT
+    }
     pause_s, series = chance.choice([0.3, 0.7, 0.7, 2.0, 5.0]), chance.choice([0.0, 0.3, 0.6])
     lengths = _some(chance, [0.02, 0.2, 1.0, 3.0, 8.0, 20.0])
     changes = _some(chance, CHANGES)

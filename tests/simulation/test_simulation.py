@@ -47,10 +47,10 @@ def test_what_fails_does_not_change_tokens() -> None:
 
 def test_a_wrong_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault-free run of a model that differs from the plain function fails."""
-    from tests.simulation import cluster, model
+    from tests.simulation import clients, cluster, model
 
     wrong = model.expected
-    monkeypatch.setattr(cluster, "expected", lambda *given: [*wrong(*given)[:-1], -1])
+    monkeypatch.setattr(clients, "expected", lambda *given: [*wrong(*given)[:-1], -1])
     assert "is the first that is wrong" in cluster.Simulation(5, [], 50).run().failure
 
 

@@ -1,0 +1,179 @@
+"""The clients of a simulated run: what they send, and whether what comes back is right."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lamina.core.errors import LaminaError
+from lamina.core.outputs import FinishReason
+from lamina.core.requests import Drawn
+from lamina.core.types import Client
+from lamina.engine.updates import TokenUpdate
+from tests.simulation.model import expected
+from tests.simulation.scenario import Asked, Asking
+from tests.simulation.world import Broken
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import Simulation
+
+MOST_OPEN = 16  # requests: clients wait while there are so many
+
+
+@dataclass
+class Sent:
+    """A request of a client, and what has come back.
+
+    Attributes:
+        may_abort: Whether the client has aborted it, or will.
+    """
+
+    number: int
+    asked: Asked
+    drawn: list[list[int]]
+    ended: list[FinishReason | None]
+    error: str | None = None
+    finished: bool = False
+    may_abort: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"request{self.number}"
+
+
+class Clients:
+    """All clients of a run.
+
+    Attributes:
+        sent: Their requests.
+        open: How many of these have not ended.
+    """
+
+    def __init__(self, run: "Simulation", load: Asking) -> None:
+        self.sent: list[Sent] = []
+        self.open = 0
+        self._run, self._load = run, load
+
+    def send_again(self) -> None:
+        """Send what has not ended to another engine, as frontends do."""
+        for sent in self.sent:
+            if not sent.finished and self._run.failure is None:
+                left = {index: sent.drawn[index] for index, reason in enumerate(sent.ended) if reason is None}
+                self._submit(sent, left, again=True)
+
+    def request(self) -> None:
+        """A client sends a request, and the next one comes later."""
+        if self._run.calm or self._run.engine is None:
+            return
+        if self.open >= MOST_OPEN or self._run.is_down:
+            self._run.world.call_later(0.05, self.request)
+            return
+        asked = self._load.ask(self._run.engine.max_model_len, self._run.layout.config.max_num_seqs)
+        if asked is None:
+            return
+        self._run.world.call_later(asked.next_s, self.request)
+        n = asked.params.n
+        sent = Sent(len(self.sent), asked, [[] for _ in range(n)], [None] * n)
+        if not self._submit(sent):
+            return
+        self.sent.append(sent)
+        self.open += 1
+        self._run.world.tell(
+            f"{sent.name} of {asked.client} comes: {len(asked.prompt)} tokens, {n} x {asked.params.max_tokens}"
+        )
+        if asked.abort_at is not None:
+            sent.may_abort = True
+            self._run.world.call_later(asked.abort_at, partial(self._abort, sent))
+            if asked.again_s is not None:
+                self._run.world.call_later(asked.abort_at + asked.again_s, partial(self._abort, sent))
+
+    def _submit(self, sent: Sent, drawn: Drawn | None = None, again: bool = False) -> bool:
+        """Give a request to the engine. Returns whether it was accepted."""
+        asked, engine = sent.asked, self._run.engine
+        assert engine is not None
+        client = Client(asked.client, asked.client)
+
+        def on_tokens(update: TokenUpdate) -> None:
+            self._on_tokens(sent, update)
+
+        try:
+            engine.submit_tokens(
+                sent.name, asked.prompt, asked.params, on_tokens, client, asked.seed, drawn, again=again
+            )
+        except LaminaError as error:
+            self._run.world.tell(f"{sent.name} is refused: {error}")
+            return False
+        return True
+
+    def hang_up(self, choice: float) -> None:
+        """A client aborts all its requests at once, as if its frontend had died. ``choice`` selects the client."""
+        clients = sorted({one.asked.client for one in self.sent if not one.finished})
+        if not clients:
+            return
+        client = clients[int(choice * len(clients))]
+        self._run.world.tell(f"FAULT {client} hangs up")
+        for sent in self.sent:
+            if sent.asked.client == client and not sent.finished:
+                sent.may_abort = True
+                self._abort(sent)
+
+    def _abort(self, sent: Sent) -> None:
+        """A client aborts a request: once another engine has taken over, if it was killed."""
+        assert self._run.engine is not None
+        if self._run.is_down:
+            self._run.world.call_later(0.1, partial(self._abort, sent))
+        else:
+            self._run.engine.abort(sent.name)
+
+    def _on_tokens(self, sent: Sent, update: TokenUpdate) -> None:
+        try:
+            self._take(sent, update)
+        except Broken as failure:  # the engine survives what its callers raise
+            self._run.failure = self._run.failure or failure
+
+    def _take(self, sent: Sent, update: TokenUpdate) -> None:
+        if sent.finished:
+            raise Broken(f"{sent.name} is told more after its end")
+        for part in update.completions:
+            if sent.ended[part.index] is not None:
+                raise Broken(f"completion {part.index} of {sent.name} goes on after its end")
+            sent.drawn[part.index] += part.token_ids
+            sent.ended[part.index] = part.finish_reason
+            cut = sent.asked.cuts.get(part.index)
+            if cut is not None and len(sent.drawn[part.index]) >= cut and self._run.engine is not None:
+                self._run.engine.end_completion(sent.name, part.index)
+        if update.finished:
+            sent.finished, sent.error = True, update.error
+            self.open -= 1
+            self._run.world.tell(f"{sent.name} ends: {', '.join(str(one) for one in sent.ended)} {update.error or ''}")
+            self._judge(sent)
+
+    def _judge(self, sent: Sent) -> None:
+        """The tokens must be those of the plain function."""
+        asked = sent.asked
+        if asked.poison:
+            if not {*sent.ended} <= {FinishReason.ERROR, FinishReason.ABORT} or any(sent.drawn):
+                raise Broken(f"{sent.name}, which workers die of, ends with {sent.ended} after {sent.drawn}")
+            return
+        for index, (drawn, reason) in enumerate(zip(sent.drawn, sent.ended, strict=True)):
+            wanted = expected(asked.prompt, asked.params, asked.seed, index)
+            if reason is None:
+                raise Broken(f"completion {index} of {sent.name} has no finish reason")
+            was_cut = len(drawn) >= asked.cuts.get(index, len(drawn) + 1)
+            whole = reason in (FinishReason.STOP, FinishReason.LENGTH) and not was_cut
+            if (drawn != wanted) if whole else (drawn != wanted[: len(drawn)]):
+                at = next(
+                    (place for place, pair in enumerate(zip(drawn, wanted, strict=False)) if pair[0] != pair[1]),
+                    len(drawn),
+                )
+                raise Broken(
+                    f"completion {index} of {sent.name}, {len(asked.prompt)} tokens of prompt, ends with {reason} "
+                    f"after {len(drawn)} tokens of {len(wanted)}; token {at} is the first that is wrong"
+                )
+            if reason is FinishReason.ABORT and not sent.may_abort:
+                raise Broken(f"{sent.name} was aborted, and nobody asked for that")
+            if reason is FinishReason.ERROR and not self._may_fail(sent.error or ""):
+                raise Broken(f"{sent.name} ends in an error: {sent.error}")
+
+    def _may_fail(self, error: str) -> bool:
+        """Errors that are right: too few workers are left, or workers died again and again with this request."""
+        return "may need" in error or "is not run again" in error or "not fit" in error
