@@ -8,21 +8,22 @@ import sys
 
 import pytest
 
-from tests.simulation.bugs import BUGS, ROOT, Bug
+from tests.simulation.bugs import BUGS, FOUND, ROOT, Bug
+from tests.simulation.cases import CASES, Case
 
 pytest.importorskip("greenlet", reason="simulated processes are greenlets: pip install greenlet")
 
-RUNS, STEPS = 8, 250
+RUNS, STEPS = 6, 250
 LEAST_STEPS, LEAST_REQUESTS, LEAST_FAULTS = 2000, 300, 400  # in these runs
 
 
-def simulate(*arguments: object) -> str:
+def simulate(*arguments: object, status: int = 0) -> str:
     """Run the command in a process of its own, in which the order of sets is that of every such process."""
     command = [sys.executable, "-m", "tests.simulation", *map(str, arguments)]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONHASHSEED": "0"}
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 
 
@@ -78,10 +79,24 @@ def test_replicas_that_lend_memory_read_requests_and_plans_between_slices(monkey
     assert len(begun) > 100
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", [*BUGS, *FOUND], ids=lambda bug: bug.name)
 def test_known_faults_can_be_put_back(bug: Bug) -> None:
     """Each fix is still where the search for its fault undoes it, so that the search means something."""
     ast.parse(bug.put_back((ROOT / bug.path).read_text()))
+
+
+def test_cases_that_have_brought_faults_about_pass() -> None:
+    """And what must go wrong in each of them does."""
+    told = simulate("--case", "all")
+    assert re.findall(r"^case (\w+): .*, (\d+) of \2 faults", told, re.MULTILINE) == [
+        (case.name, str(len(case.faults))) for case in CASES
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_case_finds_its_fault(case: Case) -> None:
+    assert f"FAILED: case {case.name}" in simulate("--case", case.name, "--bug", case.name, status=1)
 
 
 @pytest.mark.slow
