@@ -1,0 +1,173 @@
+"""Change one operator at a time and run the tests: ``python -m tools.mutants lamina/schedule lamina/kv --count 40``.
+
+Each mutant is made in a copy of the tree. A mutant that no test kills shows what no test looks at, or is equal to the
+original. A session that a test hangs in counts as killed.
+"""
+
+import argparse
+import ast
+import difflib
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LEFT_OUT = shutil.ignore_patterns(
+    "__pycache__", ".git", ".venv", "build", "site", ".hypothesis", ".mypy_cache", ".*_cache"
+)
+LIMIT_S = 900.0  # for the tests of one mutant
+SWAPS: dict[type, str] = {
+    ast.Lt: "<=",
+    ast.LtE: "<",
+    ast.Gt: ">=",
+    ast.GtE: ">",
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.In: "not in",
+    ast.NotIn: "in",
+    ast.Is: "is not",
+    ast.IsNot: "is",
+    ast.Add: "-",
+    ast.Sub: "+",
+    ast.Mult: "+",
+    ast.FloorDiv: "*",
+    ast.And: "or",
+    ast.Or: "and",
+}
+CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change of a file: the text between two offsets is replaced."""
+
+    path: Path
+    start: int
+    stop: int
+    text: str
+
+    def apply(self, source: str) -> str:
+        """Return the changed file."""
+        return source[: self.start] + self.text + source[self.stop :]
+
+
+def mutants(path: Path, source: str) -> Iterator[Mutant]:
+    """Yield the mutants of a file: one operator, call or condition of a function is another one."""
+    lines = source.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+
+    def start(node: ast.expr | ast.stmt) -> int:
+        return starts[node.lineno - 1] + len(lines[node.lineno - 1].encode()[: node.col_offset].decode())
+
+    def stop(node: ast.expr | ast.stmt) -> int:
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        return starts[node.end_lineno - 1] + len(lines[node.end_lineno - 1].encode()[: node.end_col_offset].decode())
+
+    def between(left: ast.expr, right: ast.expr, operator: object) -> Iterator[Mutant]:
+        new = SWAPS.get(type(operator))
+        gap = source[stop(left) : start(right)]
+        if new is not None and "(" not in gap and ")" not in gap and "#" not in gap:
+            begin = stop(left) + len(gap) - len(gap.lstrip())
+            yield Mutant(path, begin, begin + len(gap.strip()), new)
+
+    functions = [one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.FunctionDef)]
+    for node in (node for one in functions for statement in one.body for node in ast.walk(statement)):
+        match node:
+            case ast.Compare(left=left, ops=[operator], comparators=[right]):
+                yield from between(left, right, operator)
+            case ast.BinOp(left=left, op=operator, right=right):
+                yield from between(left, right, operator)
+            case ast.BoolOp(op=operator, values=[left, right]):
+                yield from between(left, right, operator)
+            case ast.UnaryOp(op=ast.Not()):
+                yield Mutant(path, start(node), start(node) + len("not "), "")
+            case ast.Call(func=ast.Name(id=name)) if name in CALLS:
+                yield Mutant(path, start(node.func), stop(node.func), CALLS[name])
+            case ast.AugAssign(op=ast.Add() | ast.Sub(), target=target, value=value):
+                yield Mutant(path, stop(target), start(value), " -= " if isinstance(node.op, ast.Add) else " += ")
+            case ast.Expr(value=ast.Call()):
+                yield Mutant(path, start(node), stop(node), "None")
+            case ast.Constant(value=int(number)) if not isinstance(number, bool):
+                yield Mutant(path, start(node), stop(node), str(number + 1))
+
+
+def tests_for(path: Path, folders: Sequence[str]) -> list[str]:
+    """Return the files of tests, those that name the module first."""
+    found = sorted(file for folder in folders for file in (ROOT / folder).glob("test_*.py"))
+
+    def distance(file: Path) -> tuple[bool, bool]:
+        return path.stem not in file.stem, f".{path.stem} import" not in file.read_text()
+
+    return [str(file.relative_to(ROOT)) for file in sorted(found, key=distance)]
+
+
+def run(mutant: Mutant, copy: Path, folders: Sequence[str]) -> str | None:
+    """Run the tests of a mutant in a copy of the tree. Returns the test that fails; None if all pass."""
+    file = copy / mutant.path
+    source = file.read_text()
+    file.write_text(mutant.apply(source))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow"]
+    try:
+        done = subprocess.run(
+            [*command, *tests_for(mutant.path, folders)],
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return "no end"
+    finally:
+        file.write_text(source)
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return (failed or [done.stdout[-100:]])[0] if done.returncode else None
+
+
+def main() -> int:
+    """Run the command line; the exit status is 1 if a mutant survived."""
+    parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__)
+    parser.add_argument("folders", nargs="+", help="folders or files of the product")
+    parser.add_argument("--tests", nargs="+", default=["tests/schedule", "tests/kv"], help="folders of the tests")
+    parser.add_argument("--count", type=int, default=40, help="number of mutants")
+    parser.add_argument("--seed", type=int, default=0, help="selects the mutants")
+    options = parser.parse_args()
+    files = [
+        file for one in options.folders for file in ([ROOT / one] if one.endswith(".py") else (ROOT / one).glob("*.py"))
+    ]
+    paths = sorted(file.relative_to(ROOT) for file in files)
+    sources = {path: (ROOT / path).read_text() for path in paths}
+    found = [mutant for path, source in sources.items() for mutant in mutants(path, source)]
+    chosen = random.Random(options.seed).sample(found, min(options.count, len(found)))
+    survived = 0
+    with tempfile.TemporaryDirectory(prefix="lamina-mutants-") as folder:
+        copy = Path(folder, "tree")
+        shutil.copytree(ROOT, copy, symlinks=True, ignore=LEFT_OUT)
+        for number, mutant in enumerate(chosen):
+            source, begun = sources[mutant.path], time.perf_counter()
+            killer = run(mutant, copy, options.tests)
+            survived += killer is None
+            line = source.count("\n", 0, mutant.start) + 1
+            print(
+                f"{number} {mutant.path}:{line} {time.perf_counter() - begun:.0f} s {killer or 'SURVIVED'}", flush=True
+            )
+            if killer is None:
+                changed = mutant.apply(source).splitlines()
+                diff = difflib.unified_diff(source.splitlines(), changed, n=0, lineterm="")
+                print("\n".join(list(diff)[3:]), flush=True)
+    print(f"{len(chosen) - survived} of {len(chosen)} killed, of {len(found)} mutants in all")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
