@@ -18,12 +18,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lamina.compute.device.cpu import NativeRunner
 from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.gpu import GpuCarrier
 from lamina.compute.device.kit import Replay
 from lamina.compute.exchange import StepExchange
 from lamina.compute.mail import Mail
-from lamina.compute.runner import NativeRunner
 from lamina.core.steps import DecodeRows, StepPlan
 from lamina.core.types import AttentionSpec, DType, Overlap, Segment
 from lamina.dataplane.channel import Channel, Hub

@@ -35,7 +35,7 @@ FIRST = {
     "import the compute worker": "import lamina.compute.worker",
     "split and lower": """
 from lamina.compute.split_cache import prepare
-from lamina.compute.runner import SliceRunner
+from lamina.compute.device.cpu import SliceRunner
 from lamina.models import directory, tensors
 place = directory.find(None)
 prepared = prepare(place, None, lambda: None)

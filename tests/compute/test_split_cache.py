@@ -20,8 +20,8 @@ import torch
 import lamina
 from lamina import _native as native
 from lamina.compute import split_cache
+from lamina.compute.device.cpu import SliceRunner
 from lamina.compute.rows import Rows
-from lamina.compute.runner import SliceRunner
 from lamina.compute.split_cache import Prepared, cache_key, ingredients, prepare
 from lamina.core.types import DType
 from lamina.lowering import Target
@@ -35,7 +35,7 @@ from tests.support.sweep import sweep
 PREPARE = f"""
 import sys
 from lamina.compute.split_cache import prepare
-from lamina.compute.runner import SliceRunner
+from lamina.compute.device.cpu import SliceRunner
 from lamina.models import directory, tensors
 place = directory.find({str(BUNDLED)!r})
 prepared = prepare(place, None, lambda: print("split"))

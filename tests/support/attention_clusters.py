@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from lamina.compute.device.cpu import NativeRunner
 from lamina.compute.exchange import StepExchange
 from lamina.compute.mail import Mail
-from lamina.compute.runner import NativeRunner
 from lamina.control.messages import MemorySetup
 from lamina.core.heads import HeadShards
 from lamina.core.steps import StepPlan
