@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lamina.compute.device.base import Array, Carrier, Floats, Partial
-from lamina.compute.device.exchanged_rows import ExchangedRows
+from lamina.compute.device.base import Array, Carrier, ExchangedRows, Floats, Partial
 from lamina.compute.local_memory import LocalShare
 from lamina.compute.mail import Mail
 from lamina.core.heads import WHOLE, HeadShards

@@ -14,10 +14,10 @@ from transformers import PretrainedConfig
 
 from lamina.compute import worker
 from lamina.compute.device import make
+from lamina.compute.device.base import ExchangedRows
 from lamina.compute.device.chunk_attention import attend_chunks
 from lamina.compute.device.cuda import Cuda
 from lamina.compute.device.emulated import Emulated
-from lamina.compute.device.exchanged_rows import ExchangedRows
 from lamina.compute.device.gpu import Gpu
 from lamina.compute.device.kit import ROWS, padded_rows
 from lamina.compute.rows import Rows

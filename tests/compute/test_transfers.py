@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.compute.device.base import ExchangedRows
 from lamina.compute.device.emulated import Emulated
-from lamina.compute.device.exchanged_rows import ExchangedRows
 from lamina.compute.device.kit import ROWS
 from lamina.compute.device.transfers import GpuTransfers, Lines
 from tests.support.lane_transfers import SPEC, check_lanes, draw_exchanged_rows, reply

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lamina.compute.device.exchanged_rows import ExchangedRows
+from lamina.compute.device.base import ExchangedRows
 from lamina.compute.device.kit import ROWS, Kit
 from lamina.compute.device.transfers import GpuTransfers, Lines
 from lamina.core.types import AttentionSpec

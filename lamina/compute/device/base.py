@@ -1,13 +1,13 @@
 """Protocols of compute devices: ``Device`` loads weights, ``Runner`` runs slices, ``Transfers`` moves rows."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lamina.compute.device.exchanged_rows import ExchangedRows
 from lamina.compute.rows import Rows
 from lamina.core.types import ActivationDType, AttentionSpec, DType, Quantization
 from lamina.kernels.segments import SegmentTable
@@ -22,6 +22,7 @@ from lamina.worker.links import Links
 
 Array = npt.NDArray[np.generic]
 Floats = npt.NDArray[np.float32]
+Indices = npt.NDArray[np.int64]
 Partial = tuple[torch.Tensor, torch.Tensor]
 """(out [R, Hq, Dv], lse [R, Hq]), float32."""
 
@@ -30,6 +31,39 @@ Reply = tuple[int, Any]
 
 The bytes are a memoryview, or a uint8 device array (``Mapper.arrived``) if the message arrived in an inbox.
 """
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangedRows:
+    """The rows to write into messages and to merge from replies. Planned once per step, used for every attention.
+
+    A *shard* is an equal part of a row's heads: with n shards per row, shard s of row r has number r * n + s.
+
+    Attributes:
+        total: Rows of the step.
+        rows: ``total`` plus padding rows.
+        shards: Shards per row.
+        queries: By memory worker, the shards whose q it receives and whose partials it replies with.
+        appends: By memory worker, the shards whose k and v it receives.
+        parts: By memory worker, the index of each of its partials among all partials of the same shard.
+        here: By source of partials on the compute worker itself, the shards of its partials.
+        here_parts: Like ``parts``, for ``here``.
+    """
+
+    total: int
+    rows: int
+    shards: int
+    queries: Sequence[Indices]
+    appends: Sequence[Indices]
+    parts: Sequence[Indices]
+    here: Sequence[Indices]
+    here_parts: Sequence[Indices]
+
+    @property
+    def most_parts(self) -> int:
+        """The largest number of partials of any shard, at least 1."""
+        parts = [*self.parts, *self.here_parts]
+        return 1 + max((int(each.max()) for each in parts if len(each)), default=0)
 
 
 class Sums(Protocol):

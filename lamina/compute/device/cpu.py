@@ -8,8 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lamina.compute.device.base import Array, Floats, Partial, Reply
-from lamina.compute.device.exchanged_rows import ExchangedRows, Indices
+from lamina.compute.device.base import Array, ExchangedRows, Floats, Indices, Partial, Reply
 from lamina.compute.ranks import Ranks
 from lamina.compute.rows import Rows, pad
 from lamina.core.types import ActivationDType, AttentionSpec, DType, Quantization

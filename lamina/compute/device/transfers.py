@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.compute.device.base import Array, Floats, Partial, Reply
-from lamina.compute.device.exchanged_rows import ExchangedRows, Indices, arrange
+from lamina.compute.device.base import Array, ExchangedRows, Floats, Indices, Partial, Reply
 from lamina.compute.device.kit import Kit, Replay, padded_rows
 from lamina.core.types import AttentionSpec
 from lamina.dataplane.leases import ALIGNMENT
@@ -39,6 +38,42 @@ def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> Tensor:
         total = total + (sinks - top).exp_()
     merged = (weights[..., None] * outs).sum(0)
     return merged / total.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Layout of all partials in one float32 array: for each source, out [n, h, Dv], then lse [n, h].
+
+    A source begins at a multiple of ``h * Dv``. The array begins with an empty partial: out 0, lse -inf.
+
+    Attributes:
+        starts: Offset of each source.
+        end: Offset after the last source.
+        outs: int64 [P, S], the row of partial p of shard s in the array viewed as rows of h * Dv.
+        lses: int64 [P, S], the row of the partial's lse in the array viewed as rows of h.
+    """
+
+    starts: tuple[int, ...]
+    end: int
+    outs: Indices
+    lses: Indices
+
+
+def arrange(exchanged: ExchangedRows, heads: int, v_dim: int) -> Arrivals:
+    """Return the layout of partials with ``heads`` heads per shard: this worker's first, then memory workers'."""
+    unit = heads * v_dim
+    shape = exchanged.most_parts, exchanged.rows * exchanged.shards
+    outs, lses = np.zeros(shape, np.int64), np.full(shape, v_dim, np.int64)
+    starts, at = [], 2 * unit
+    for shards, parts in zip(
+        (*exchanged.here, *exchanged.queries), (*exchanged.here_parts, *exchanged.parts), strict=True
+    ):
+        count = np.arange(len(shards))
+        starts.append(at)
+        outs[parts, shards] = at // unit + count
+        lses[parts, shards] = (at + len(shards) * unit) // heads + count
+        at += -(-len(shards) * (unit + heads) // unit) * unit
+    return Arrivals(tuple(starts), at, outs, lses)
 
 
 class Lines:
