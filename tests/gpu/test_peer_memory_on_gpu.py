@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from lamina.core.errors import TransportError
-from lamina.transport.device.cuda_inboxes import CudaMaker
+from lamina.transport.device.cuda import CudaMaker
 from lamina.transport.device.inboxes import Inboxes
 from lamina.transport.device.peer_memory import BLOCK, PeerMemory, ability
 
@@ -17,7 +17,7 @@ NBYTES = 100_000
 WRITER = """
 import sys
 import cupy
-from lamina.transport.device.cuda_inboxes import CudaMaker
+from lamina.transport.device.cuda import CudaMaker
 from lamina.transport.device.inboxes import Inboxes
 inboxes = Inboxes(CudaMaker(0))
 inboxes.open("reader", bytes.fromhex(sys.argv[1]), int(sys.argv[2]), b"proof")

@@ -22,7 +22,7 @@ from lamina.kernels.gpu.specialize import WRITTEN_ELEMENTS, write_rows_program
 from lamina.lowering.expert_operators import ELEMENTS
 from lamina.lowering.gpu_slices import Main
 from lamina.transport.arena import HostMemory
-from lamina.transport.device.cuda_inboxes import CudaMaker
+from lamina.transport.device.cuda import CudaMaker
 from lamina.transport.device.peer_memory import uses_host_addresses
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from lamina.kernels.gpu.device import find, require, set_up_cuda
 from lamina.kernels.gpu.triton_compile import Binary, compile_program
 from lamina.kernels.segments import STORAGE, SegmentTable
 from lamina.transport.arena import HostMemory
-from lamina.transport.device.cuda_inboxes import CudaMaker
+from lamina.transport.device.cuda import CudaMaker
 
 NUMBERS = {"i32": np.int32, "fp32": np.float32}
 SHARED_OPTIN = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin

@@ -72,7 +72,7 @@ def polled_slots(name: str) -> PolledSlots:
         from lamina.transport.device.emulated_slots import ThreadSlots
 
         return ThreadSlots()
-    from lamina.transport.device.cuda_slots import CudaSlots
+    from lamina.transport.device.cuda import CudaSlots
 
     backend(name)  # makes the GPU the current device of this process
     return CudaSlots()
