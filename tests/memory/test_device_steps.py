@@ -19,7 +19,7 @@ from lamina.kernels import tuning_cache
 from lamina.kernels.segments import SegmentTable
 from lamina.launch import launch
 from lamina.memory import device_steps, worker
-from lamina.memory.device import gpu, gpu_polls, polling_choice
+from lamina.memory.device import gpu, gpu_polls, polling
 from lamina.memory.device.workspaces import Workspaces
 from lamina.memory.slab_setup import polling_of
 from lamina.transport.device.emulated_slots import ThreadSlots, ThreadStream
@@ -318,8 +318,8 @@ def test_auto_leaves_it_to_the_host_where_the_device_cannot_poll(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LAMINA_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(polling_choice, "_device_trip", Mock(side_effect=error))
-    assert not polling_choice.polls("auto", Timed(), ThreadSlots)
+    monkeypatch.setattr(polling, "_device_trip", Mock(side_effect=error))
+    assert not polling.polls("auto", Timed(), ThreadSlots)
     assert not list(tmp_path.iterdir()), "it may work the next time"
 
 
@@ -358,9 +358,9 @@ class Shown(Timed):
 
 
 def test_a_device_with_a_display_does_not_poll() -> None:
-    assert not polling_choice.polls("auto", Shown(), Mock())
+    assert not polling.polls("auto", Shown(), Mock())
     with pytest.raises(ConfigError, match=r"the driver ends kernels of shown .* give polling auto or host"):
-        polling_choice.polls("device", Shown(), Mock())
+        polling.polls("device", Shown(), Mock())
 
 
 def test_auto_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,13 +372,13 @@ def test_auto_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         made.append(ThreadSlots())
         return made[-1]
 
-    first = polling_choice.polls("auto", Timed(), slots)
-    trips = tuning_cache.load(kept, polling_choice.Trips)
+    first = polling.polls("auto", Timed(), slots)
+    trips = tuning_cache.load(kept, polling.Trips)
     assert trips is not None and min(trips.device_s, trips.host_s) > 0.0
     assert first == (trips.device_s < trips.host_s)
-    tuning_cache.save(kept, polling_choice.Trips(1e-6, 2e-6))
-    assert polling_choice.polls("auto", Timed(), slots) and len(made) == 1
-    assert polling_choice.polls("device", Timed(), slots) and not polling_choice.polls("host", Timed(), slots)
+    tuning_cache.save(kept, polling.Trips(1e-6, 2e-6))
+    assert polling.polls("auto", Timed(), slots) and len(made) == 1
+    assert polling.polls("device", Timed(), slots) and not polling.polls("host", Timed(), slots)
 
 
 def test_auto_needs_a_measurement_that_says_something() -> None:

@@ -44,7 +44,7 @@ def gpu_polls(name: str, polling: Polling) -> bool:
     if name == "cpu" or polling == "host":
         return False
     from lamina.memory.device.gpu import backend, polled_slots
-    from lamina.memory.device.polling_choice import polls
+    from lamina.memory.device.polling import polls
 
     return polls(polling, backend(name), lambda: polled_slots(name))
 

@@ -25,7 +25,7 @@ from lamina.kernels.gpu.specialize import power_of_two, sees_all
 from lamina.kernels.gpu.tables import PageTables
 from lamina.kernels.gpu.tilings import Tiling
 from lamina.memory.device.base import Array, Floats, Largest, New, Pairs, Slots, SlotsOf, parts
-from lamina.memory.device.gpu_polled import GpuPolled
+from lamina.memory.device.polling import GpuPolled
 from lamina.memory.device.workspaces import Workspaces
 from lamina.memory.shared_prefixes import SharedPrefixes, rest_of, shared_of
 from lamina.transport.device.inboxes import Inboxes
