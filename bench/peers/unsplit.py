@@ -15,9 +15,8 @@ import numpy.typing as npt
 import torch
 
 from bench.peers.offline import STEP_TOKENS, Cell, Generate, run
-from lamina.compute.device.base import Floats
+from lamina.compute.device.base import Floats, Rows, pad
 from lamina.compute.device.cpu import SliceRunner, padded
-from lamina.compute.rows import Rows, pad
 from lamina.core.types import AttentionSpec, DType
 from lamina.kernels.attention import append, merge, partial
 from lamina.kernels.host_memory import allocate

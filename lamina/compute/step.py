@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lamina.compute.device.base import Partial, Runner, Sums, WholeSteps
+from lamina.compute.device.base import Partial, Rows, Runner, Sums, WholeSteps, pad
 from lamina.compute.exchange import StepExchange
 from lamina.compute.mail import Mail
-from lamina.compute.rows import Rows, pad
 from lamina.control.messages import Draw
 from lamina.control.timeline import Timeline
 from lamina.core.pipeline import Pipeline

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lamina.compute.device.base import Rows
 from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.gpu import Gpu, GpuRunner
-from lamina.compute.rows import Rows
 from lamina.lowering import Target, lower
 from lamina.lowering.gpu_slices import Main
 from lamina.splitter import split

@@ -14,13 +14,12 @@ from transformers import PretrainedConfig
 
 from lamina.compute import worker
 from lamina.compute.device import make
-from lamina.compute.device.base import ExchangedRows
+from lamina.compute.device.base import ExchangedRows, Rows
 from lamina.compute.device.chunk_attention import attend_chunks
 from lamina.compute.device.cuda import Cuda
 from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.gpu import Gpu
 from lamina.compute.device.kit import ROWS, padded_rows
-from lamina.compute.rows import Rows
 from lamina.core.errors import ConfigError
 from lamina.core.types import AttentionSpec, DType
 from lamina.kernels.segments import SegmentTable

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lamina import _native
 from lamina.compute.device import make
-from lamina.compute.device.base import Device, Runner
-from lamina.compute.rows import Rows
+from lamina.compute.device.base import Device, Rows, Runner
 from lamina.core.errors import ConfigError, ModelError
 from lamina.core.types import ActivationDType, DType, Quantization
 from lamina.lowering import LoweredModel, lower

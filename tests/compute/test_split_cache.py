@@ -20,8 +20,8 @@ import torch
 import lamina
 from lamina import _native as native
 from lamina.compute import split_cache
+from lamina.compute.device.base import Rows
 from lamina.compute.device.cpu import SliceRunner
-from lamina.compute.rows import Rows
 from lamina.compute.split_cache import Prepared, cache_key, ingredients, prepare
 from lamina.core.types import DType
 from lamina.lowering import Target

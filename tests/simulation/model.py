@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lamina.compute.device.base import Device, Runner, Sums
+from lamina.compute.device.base import Device, Rows, Runner, Sums
 from lamina.compute.device.cpu import NativeRunner, padded
-from lamina.compute.rows import Rows
 from lamina.compute.sampler import Row, sample
 from lamina.compute.step import context_nbytes_per_token
 from lamina.control.messages import ComputeSetup, ModelLoaded

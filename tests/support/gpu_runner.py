@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lamina.compute.device.base import Rows, pad
 from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.gpu import Gpu
 from lamina.compute.device.kit import Kit, padded_rows
-from lamina.compute.rows import Rows, pad
 from lamina.lowering import Target, lower
 from lamina.splitter import SliceOutput, SplitModel
 from lamina.splitter.markers import Reduce

@@ -8,9 +8,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lamina.compute.device.base import Array, ExchangedRows, Floats, Indices, Partial, Reply
+from lamina.compute.device.base import Array, ExchangedRows, Floats, Indices, Partial, Reply, Rows, pad
 from lamina.compute.ranks import Ranks
-from lamina.compute.rows import Rows, pad
 from lamina.core.types import ActivationDType, AttentionSpec, DType, Quantization
 from lamina.kernels.attention import merge, partial
 from lamina.kernels.segments import SegmentTable

@@ -12,14 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lamina.compute.device.base import ExchangedRows, Floats, Partial, Runner
+from lamina.compute.device.base import ExchangedRows, Floats, Partial, Rows, Runner
 from lamina.compute.device.chunk_attention import attend_chunks
 from lamina.compute.device.fusion import Fusion
 from lamina.compute.device.kit import ROWS, Kit, Replay, padded_rows
 from lamina.compute.device.recorded_steps import RecordedSteps
 from lamina.compute.device.sums import GpuSums
 from lamina.compute.device.transfers import GpuTransfers, Lines
-from lamina.compute.rows import Rows
 from lamina.compute.sampler import Row, sample
 from lamina.core.errors import ConfigError
 from lamina.core.sampling import SamplingParams

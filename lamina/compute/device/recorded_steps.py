@@ -11,10 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lamina.compute.device.base import Floats
+from lamina.compute.device.base import Floats, Rows
 from lamina.compute.device.kit import ROWS, Kit, Replay, padded_rows
 from lamina.compute.device.transfers import Lines, merge_partials
-from lamina.compute.rows import Rows
 from lamina.core.types import AttentionSpec
 from lamina.memory.device.gpu import FixedTable, GpuTable
 
