@@ -1,6 +1,5 @@
 """Weights held as codes: what devices take, and the logits of slices that run with them, on CPUs and emulated GPUs."""
 
-import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +31,7 @@ from lamina.models.pretrained import load_config
 from lamina.models.quantisation.codes import Codes, ExpertCodes, StackedCodes, Weight, plain
 from lamina.splitter import split
 from lamina.splitter.parts import ONLY, Rank
-from lamina.splitter.split_model import cut
+from lamina.splitter.split_model import SplitModel, cut
 from tests.support import quantised_checkpoints as checkpoints
 from tests.support.quantised_checkpoints import FORMATS
 from tests.support.random_models import variant, write_checkpoint
@@ -51,9 +50,16 @@ needs_byte_rows = pytest.mark.skipif(
 needs_kernels = pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX2")
 
 
-@functools.cache
+_SPLIT: dict[tuple[str, DType, Rank], SplitModel] = {}
+
+
 def lowered(path: Path, name: str, dtype: DType = DType.BFLOAT16, rank: Rank = ONLY) -> LoweredModel:
-    return lower(split(load_config(find(path, tokenizer=False)), dtype, rank), make(name).target)
+    """The model in ``path``, lowered for a device; equal configurations are split once."""
+    config = load_config(find(path, tokenizer=False))
+    key = config.to_json_string(), dtype, rank
+    if key not in _SPLIT:
+        _SPLIT[key] = split(config, dtype, rank)
+    return lower(_SPLIT[key], make(name).target)
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +181,7 @@ def test_experts_compute_what_their_dense_weights_compute(
     """In bfloat16 too: the same experts are chosen, but for a row between two that are nearly equal."""
     write_checkpoint(variant(family), tmp_path)
     device = make(name)
-    model = lower(split(load_config(find(tmp_path, tokenizer=False)), DType.BFLOAT16), device.target)
+    model = lowered(tmp_path, name)
     held = load(tmp_path, device, model, to)
     codes = {key for key, weight in held.items() if not isinstance(weight, Tensor)}
     assert expert_weights(model) and codes >= expert_weights(model)

@@ -17,7 +17,7 @@ from lamina.planning.crossover_map import trace
 from lamina.planning.plan import hardware, model_shapes, prices, workload
 from lamina.planning.plan.cost import CostModel, Fits
 from lamina.planning.plan.serving import Server
-from lamina.planning.plan.ways import Kind, Slo, Way, baselines, shortlist, ways
+from lamina.planning.plan.ways import Capacity, Kind, Slo, Way, baselines, shortlist, ways
 from lamina.planning.plan.workload import Sessions, TracedRequest
 from lamina.planning.simulate import Arrivals, State, System, draw, simulate
 from lamina.planning.simulate.result import RequestLog
@@ -95,27 +95,42 @@ def test_a_pool_that_only_decodes_keeps_all_of_each_sequence() -> None:
     assert trial is not None and trial.requests_s == pytest.approx(best.requests_s, rel=0.2)
 
 
-def test_what_is_served_is_within_the_slos_and_more_is_not() -> None:
-    served, slo = workload.of_lengths(800, 100), Slo(tbt_s=0.1, ttft_s=2.0)
-    place = server(served, slo)
-    best = shortlist([one for way in ways(SMALL, *pools(1, 1)) if (one := place.evaluate(way))])[0]
-    course = Course(SMALL, served, [], RENTS, slo)
-    trial = course.highest_load(best)
-    assert trial is not None
+SERVED, BOUNDS = workload.of_lengths(800, 100), Slo(tbt_s=0.1, ttft_s=2.0)
+
+
+@pytest.fixture(scope="module")
+def best() -> Capacity:
+    """The cheapest way to serve ``SERVED`` within ``BOUNDS``."""
+    place = server(SERVED, BOUNDS)
+    return shortlist([one for way in ways(SMALL, *pools(1, 1)) if (one := place.evaluate(way))])[0]
+
+
+@pytest.fixture(scope="module")
+def course() -> Course:
+    return Course(SMALL, SERVED, [], RENTS, BOUNDS)
+
+
+@pytest.fixture(scope="module")
+def trial(best: Capacity, course: Course) -> Trial:
+    """``best`` at the highest load within ``BOUNDS``."""
+    found = course.highest_load(best)
+    assert found is not None
+    return found
+
+
+def test_what_is_served_is_within_the_slos_and_more_is_not(best: Capacity, course: Course, trial: Trial) -> None:
     assert trial.result.ttft_s.p99 <= 2 and trial.result.tbt_s.p99 <= 0.1
     assert abs(trial.result.growth) <= 0.06 and trial.requests_s == pytest.approx(trial.rate, rel=2 * trial.error)
     assert not course.within_slos(course.run(best, 1.5 * trial.requests_s, trial.requests))
     # The dollars of prompts and of outputs are those of the pools.
-    spent = trial.usd_per_million_in * served.prompt + trial.usd_per_million_out * served.output
+    spent = trial.usd_per_million_in * SERVED.prompt + trial.usd_per_million_out * SERVED.output
     assert spent * trial.requests_s * 3600 / 1e6 == pytest.approx(trial.capacity.usd_per_hour)
 
 
-def test_a_plan_and_a_longer_simulation_with_other_requests_agree_within_the_stated_error() -> None:
-    served, slo = workload.of_lengths(800, 100), Slo(tbt_s=0.1, ttft_s=2.0)
-    best = shortlist([one for way in ways(SMALL, *pools(1, 1)) if (one := server(served, slo).evaluate(way))])[0]
-    course = Course(SMALL, served, [], RENTS, slo)
-    trial = course.highest_load(best)
-    assert trial is not None and 0 < trial.error < 0.25
+def test_a_plan_and_a_longer_simulation_with_other_requests_agree_within_the_stated_error(
+    best: Capacity, course: Course, trial: Trial
+) -> None:
+    assert 0 < trial.error < 0.25
     requests, scale = [TracedRequest(float(at), 800, 100) for at in range(2)], 1 + 2 * trial.error
     for factor, holds in ((1 / scale, True), (scale, False)):
         arrivals = draw(requests, 3 * trial.requests, 7, factor * trial.rate)
@@ -134,11 +149,9 @@ def test_ways_that_cannot_compete_are_given_up_by_what_the_simulator_says() -> N
     assert course.highest_load(one, 1e-3 * one.usd_per_request, lambda: runs.append(1)) is None and len(runs) == 1
 
 
-def test_the_load_of_a_way_that_the_closed_form_overrates_is_found() -> None:
+def test_the_load_of_a_way_that_the_closed_form_overrates_is_found(best: Capacity) -> None:
     """A closed form that is ten times too high leads to about the same load."""
-    served, slo = workload.of_lengths(800, 100), Slo(tbt_s=0.1, ttft_s=2.0)
-    best = shortlist([one for way in ways(SMALL, *pools(1, 1)) if (one := server(served, slo).evaluate(way))])[0]
-    course = Course(SMALL, served, [], RENTS, slo, turnovers=4)
+    course = Course(SMALL, SERVED, [], RENTS, BOUNDS, turnovers=4)
     trial, found = (
         course.highest_load(best),
         course.highest_load(dataclasses.replace(best, requests_s=10 * best.requests_s)),
