@@ -1,6 +1,6 @@
 """GPU kernels: the resources they use, compiled without a GPU, and their speed on one.
 
-    python bench/gpu.py compile [--capability 80 86 89 90] [--json FILE]
+    python bench/gpu.py compile [--capability 80 86 89 90] [--variants REGEX] [--json FILE]
     python bench/gpu.py [tests tune attention cascade merge polling loop worker torch_sdpa flash_attention flashinfer]
                         [--device 0] [--json FILE]
 
@@ -16,6 +16,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -138,11 +139,12 @@ def programs(capability: int) -> Iterator[tuple[str, Program]]:
     yield "tokens from logits in bfloat16", draw_program(np.uint16)
 
 
-def compile_all(capabilities: list[int]) -> list[dict[str, Any]]:
-    """Compile every program for every capability; one row each."""
+def compile_all(capabilities: list[int], variants: str = "") -> list[dict[str, Any]]:
+    """Compile every program whose variant matches ``variants`` for every capability; one row each."""
     from lamina.kernels.gpu.triton_compile import compile_program, resources
 
-    every = [(capability, *described) for capability in capabilities for described in programs(capability)]
+    found = ((capability, *described) for capability in capabilities for described in programs(capability))
+    every = [one for one in found if re.search(variants, one[1])]
     rows = []
     for capability, title, program in track(every, "compiling", transient=True):
         figures = asdict(resources(compile_program(program, capability)))
@@ -180,7 +182,7 @@ def by_capability(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compiled(args: argparse.Namespace) -> None:
-    rows = compile_all(args.capability)
+    rows = compile_all(args.capability, args.variants)
     title = "Registers per thread, shared memory, programs resident and spills, compiled without a GPU"
     show(title, by_capability(rows))
     path = args.json or RESULTS / "gpu-compile.json"
@@ -282,6 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("gpu.py", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", metavar="WHAT", help=f"compile, or of {', '.join(DEADLINES_S)} (all)")
     parser.add_argument("--capability", type=int, nargs="+", default=list(CAPABILITIES))
+    parser.add_argument("--variants", default="", metavar="REGEX", help="compile only the variants that match")
     parser.add_argument("--device", type=int, default=0, help="number of the GPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write there instead of results/")
     parser.add_argument("--here", action="store_true", help="one part in this process, for profilers; writes if --json")
