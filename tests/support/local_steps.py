@@ -1,5 +1,6 @@
 """Steps of a compute worker over its own memory, planned by a test: as whole recordings, and slice by slice."""
 
+import functools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -19,13 +20,18 @@ from lamina.core.pipeline import Pipeline
 from lamina.core.sampling import SamplingParams
 from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
 from lamina.core.types import DType, Overlap, Segment
-from lamina.lowering import Target, Workspace, lower
+from lamina.lowering import LoweredModel, Target, Workspace, lower
 from lamina.memory.device import gpu
 from lamina.memory.store import KvStore
 from lamina.splitter import split
 from tests.support.random_models import VOCABULARY, random_model, variant
 
 OWN = "compute0"
+
+
+@functools.cache
+def _model(family: str) -> tuple[LoweredModel, dict[str, Tensor]]:
+    return lower(split(variant(family)), Target.GPU), random_model(variant(family)).state_dict()
 
 
 class LocalWorker:
@@ -39,7 +45,7 @@ class LocalWorker:
         self, family: str, kit: Kit, device: str, capacity: int, memory: gpu.Gpu | None = None, records: bool = True
     ) -> None:
         """``memory``: in place of memory of ``device``. ``records``: False to run every step slice by slice."""
-        lowered, state = lower(split(variant(family)), Target.GPU), random_model(variant(family)).state_dict()
+        lowered, state = _model(family)
         self.runner = Gpu(kit).runner(lowered, {name: state[name].to(kit.place) for name in lowered.weights})
         setup = MemorySetup(list(lowered.attentions), DType.FLOAT32, capacity, 1, Overlap(), False)
         self.store = KvStore(OWN, setup, device)

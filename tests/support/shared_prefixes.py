@@ -34,6 +34,7 @@ def check_shared_prefixes(backend: Any, samples: int) -> list[int]:
         slab.append(each, int(rng.integers(1, 6)) + 20 * (each == 400))
     lengths = [len(slab.slots(each)) for each in segments]
     last = [int(slab.slots(each)[-1]) for each in segments]
+    used = np.concatenate([slab.slots(each) for each in segments])
     order = rng.permutation(len(segments))  # of the message's k and v
     seen = Pairs(
         rows=[1] * len(segments),
@@ -54,7 +55,7 @@ def check_shared_prefixes(backend: Any, samples: int) -> list[int]:
                 (len(segments), spec.query_heads, spec.qk_dim),
             )
         )
-        kept = np.setdiff1d(np.arange(700, dtype=np.int32), last).astype(np.int32)
+        kept = np.setdiff1d(used, last).astype(np.int32)
         device.keep(layer, *map(device.sent, (k[kept], v[kept], kept)))
         slots = np.array(last, np.int32)[order]
         out, lse = device.results(len(segments), spec)
