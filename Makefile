@@ -25,7 +25,7 @@ run-ray: venv
 	$(BIN)/python tools/run_ray.py
 
 # More tests at once than a small machine has cores: for half of their time they wait for processes that they have started.
-PYTEST = $(BIN)/pytest -rs -n 4 --dist loadfile
+PYTEST = $(BIN)/pytest -rs -n 4 --dist loadfile --no-loadscope-reorder
 
 test: check
 	$(PYTEST) -m "not slow"

@@ -42,9 +42,21 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+LONG = (
+    *("tests/runtime/", "tests/simulation/", "tests/serve/test_frontends", "tests/cli/", "tests/test_sdk"),
+    *("tests/planning/plan/test_serving", "tests/compute/test_recorded", "tests/memory/test_device"),
+    *("tests/compute/test_quantization", "tests/kernels/test_gpu_compile", "tests/test_documented"),
+)
+"""How the names of files begin that take tens of seconds."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take minutes come first: at the end, processes that run tests wait for each other only briefly."""
-    items.sort(key=lambda item: "tests/runtime/" not in item.nodeid)
+    """Files that take long come first: at the end, processes that run tests wait for each other only briefly.
+
+    pytest-xdist keeps this order with ``--no-loadscope-reorder``; by itself it begins with the files of many tests, and
+    ends with those that start clusters.
+    """
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
 @pytest.fixture
