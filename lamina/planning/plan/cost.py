@@ -68,12 +68,14 @@ POINTWISE: dict[str, Callable[[ModelShape, int], float]] = {
 }
 """The other operators of a layer: operator -> elements read and written for each row on one of ``tp`` devices."""
 
-SMALLEST_TILE = 64
-"""Rows of the smallest tile of a grouped product."""
+UNEVEN_ROWS = 40
+"""Rows by which each expert's product is longer than its mean load: loads differ, and fill their tiles in part."""
 
-GROUPED, GROUPED_FP8 = 0.9, 0.6
-"""FLOP/s of a grouped product over those of a dense one, with weights in 16 or 4 bits and with 8-bit floats: of 8,192
-tokens, vLLM 0.24's Triton kernels on H100 and H200 (AIConfigurator)."""
+GROUPED, GROUPED_FP8 = 0.8, 0.6
+"""FLOP/s of a grouped product over those of a dense one, with weights in 16 or 4 bits and with 8-bit floats.
+
+The first and UNEVEN_ROWS were chosen by products of 256 to 16,384 tokens whose loads follow a power law: gpt-oss-120b
+and Qwen3-30B-A3B on an H200, vLLM 0.19 and 0.24 (AIConfigurator)."""
 
 DISPATCH_S = 12e-6
 """Fixed time of a layer's experts besides their products: choosing them, sorting rows by expert, adding their outputs.
@@ -262,11 +264,8 @@ class CostModel:
         return seconds + (self._operator(operator, rows, tp, always) if experts.shared else 0.0)
 
     def _grouped(self, share: Floats, columns: Floats, depth: Any) -> Floats:
-        """Return seconds of a grouped product whose experts have ``share`` rows on average. For half of them, half a
-        tile more is assumed, as loads differ."""
-        of_dense = GROUPED_FP8 if self._multiplies_fp8 else GROUPED
-        loads = share, share + SMALLEST_TILE / 2
-        return np.asarray(sum(self._product(load, columns, depth, of_dense) for load in loads) / len(loads))
+        """Return seconds of a grouped product whose experts have ``share`` rows on average."""
+        return self._product(share + UNEVEN_ROWS, columns, depth, GROUPED_FP8 if self._multiplies_fp8 else GROUPED)
 
     def slice_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
         """Return seconds of one layer's dense operators and, on several devices, of its two all-reduces."""
