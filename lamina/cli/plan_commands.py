@@ -134,13 +134,8 @@ def untried(shape: "ModelShape", compute: str) -> list[str]:
     """Return what a plan for quantised weights assumes but nobody has measured, on workers of kind ``compute``."""
     if shape.weight_dtype == "auto" or compute == "cpu":
         return []
-    widened = (
-        " The plan assumes twice the speed on devices with 8-bit products, but Lamina multiplies 8-bit floats in 16 "
-        "bits."
-        if shape.fp8
-        else ""
-    )
-    return [f"Lamina's product of {shape.weight_dtype} weights has never run on a GPU.{widened}"]
+    widened = "; it multiplies in 16 bits, as plans count for its ways" if shape.fp8 else ""
+    return [f"Lamina's product of {shape.weight_dtype} weights has never run on a GPU{widened}."]
 
 
 def type_options(shape: "ModelShape") -> str:

@@ -152,7 +152,7 @@ def simulate(
         prefix_cache=prefix_cache,
         profile=ProfileStore.beside(hardware),
         prices=_market(prices, (kind, memory_kind, prefill_kind)),
-        engine=VLLM,
+        engine=VLLM.lamina if system == sim.System.LAMINA.value else VLLM,
     )
     arrivals = _arrivals(trace, rate_scale, draw, seed, first, max_tokens)
     faults = [*map(sim.parse_failure, fail or ()), *map(sim.parse_slowdown, slow or ())]

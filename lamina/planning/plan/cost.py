@@ -14,6 +14,7 @@ Sizes may be numpy arrays; the results then are arrays too. ``docs/cost-model.md
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -202,8 +203,11 @@ def _build(part: Callable[..., T], fit: Fit) -> T:
 class CostModel:
     """Predicts seconds on devices of one kind; the module's docstring lists its main methods."""
 
-    def __init__(self, shape: ModelShape, hardware: Hardware, fits: Fits) -> None:
-        """Raise ConfigError for quantised weights on hardware whose slices were measured with 16 or 32 bits."""
+    def __init__(self, shape: ModelShape, hardware: Hardware, fits: Fits, widens: bool = False) -> None:
+        """Raise ConfigError for quantised weights on hardware whose slices were measured with 16 or 32 bits.
+
+        ``widens``: 8-bit floats are multiplied in 16 bits even where the device multiplies them in 8.
+        """
         if shape.weight_dtype != "auto" and fits.slices is not None:
             raise ConfigError(
                 f"the profile of {hardware.kind} was measured with weights in 16 or 32 bits; leave out --weight-dtype"
@@ -211,6 +215,12 @@ class CostModel:
         self.shape = shape
         self.hardware = hardware
         self.fits = fits
+        self.widens = widens
+
+    @cached_property
+    def widened(self) -> "CostModel":
+        """The same model where 8-bit floats are multiplied in 16 bits."""
+        return CostModel(self.shape, self.hardware, self.fits, widens=True) if self._multiplies_fp8 else self
 
     def operator_seconds(self, operator: str, rows: ArrayLike, tensor_parallel: ArrayLike) -> Floats:
         """Return seconds of an operator of ``GEMMS`` or ``POINTWISE``; the mean over layers if some have experts."""
@@ -232,12 +242,12 @@ class CostModel:
 
     @property
     def _multiplies_fp8(self) -> bool:
-        return self.shape.fp8 and self.hardware.fp8_flops > 0
+        return self.shape.fp8 and self.hardware.fp8_flops > 0 and not self.widens
 
     def _product(self, rows: Any, columns: Any, depth: Any, of_dense: float = 1.0) -> Floats:
         """Return seconds of a product that reaches ``of_dense`` of the FLOP/s of a dense one."""
         shape = self.shape
-        kinds = shape.dtype, shape.fp8, shape.weight_itemsize
+        kinds = shape.dtype, self._multiplies_fp8, shape.weight_itemsize
         fit = self.fits.gemm_fp8 if self._multiplies_fp8 else self.fits.gemm
         fit = replace(fit, share=of_dense * fit.share)
         return gemm_seconds(fit, self.hardware, rows, columns, depth, *kinds)

@@ -60,6 +60,9 @@ class Engine:
         reserve_bytes: Device memory of CUDA graphs and buffers.
         reserve_token_bytes: Device memory of activations, per token of the largest step.
         source: What the figures were fitted to.
+        plans_ahead: Whether a step is planned when the one before it begins, so that a request which arrives meanwhile
+            runs in the one after it.
+        multiplies_fp8: Whether weights of 8-bit floats are multiplied in 8 bits on devices that can, or in 16 bits.
     """
 
     name: str
@@ -71,6 +74,13 @@ class Engine:
     reserve_bytes: float
     reserve_token_bytes: float
     source: str
+    plans_ahead: bool = False
+    multiplies_fp8: bool = True
+
+    @property
+    def lamina(self) -> "Engine":
+        """These figures for Lamina's runtime, whose own were not measured on GPUs; it multiplies in 16 bits."""
+        return replace(self, name="Lamina", version="", multiplies_fp8=False)
 
     def reserved(self, tokens: int) -> float:
         """Return the reserved bytes of a device if steps have up to ``tokens`` tokens."""
@@ -107,7 +117,8 @@ VLLM = replace(
     request_s=15e-3,
     step_s=4e-4,
     step_row_s=0.0,
+    plans_ahead=True,
     source="gpt-oss-120b on H200s and Llama-3.1-8B on two cards, the rows called fitted of python -m "
-    "bench.cost.measured: it schedules a step while the last one runs",
+    "bench.cost.measured; release notes of vLLM 0.14: asynchronous scheduling, now by default",
 )
-"""The engine that plans assume for systems other than Lamina."""
+"""The engine that plans assume for other systems and, as ``VLLM.lamina``, for Lamina."""

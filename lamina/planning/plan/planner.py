@@ -193,14 +193,14 @@ class Planner:
         key = (model.hardware.kind, tensor_parallel)
         if key not in self._passes:
             # For every number of rows, not only those tried: one row more may need another wave of tiles.
-            self._passes[key] = model.decode_seconds(_EVERY_ROW, tensor_parallel)
+            self._passes[key] = model.widened.decode_seconds(_EVERY_ROW, tensor_parallel)
         return np.interp(rows, _EVERY_ROW, self._passes[key])
 
     def _prefill(self, model: CostModel, tensor_parallel: int) -> float:
         key = (model.hardware.kind, tensor_parallel)
         if key not in self._prefills:
             prompt = max(1, round(self.workload.prompt))
-            self._prefills[key] = model.prefill_seconds(prompt, DEFAULT_CHUNK, tensor_parallel)
+            self._prefills[key] = model.widened.prefill_seconds(prompt, DEFAULT_CHUNK, tensor_parallel)
         return self._prefills[key]
 
     def _plan(

@@ -63,7 +63,7 @@ class Server:
         self.prices = prices
         self.slo = slo
         self._prompts = Prompts(workload)
-        self._passes: dict[tuple[str, int], Floats] = {}
+        self._passes: dict[tuple[str, int, bool], Floats] = {}
 
     def serving(self, workload: Workload) -> "Server":
         """Return a copy for another workload. Both share the times of slices, which do not depend on the workload."""
@@ -108,7 +108,7 @@ class Server:
     # -- the three systems ---------------------------------------------------------------------------------------
 
     def _two_pools(self, way: Way) -> Capacity | None:
-        compute, memory = self.models[way.compute.kind], self.models[way.second.kind]
+        compute, memory = self.models[way.compute.kind].widened, self.models[way.second.kind]
         workers, lanes, degree = way.memory_workers, way.lanes, way.tensor_parallel
         # Requests are admitted with room for the tokens that they have, and slots left for all to grow. A sequence
         # whose worker is full goes on elsewhere, so that the pool is one.
@@ -143,6 +143,7 @@ class Server:
     def _one_pool(self, way: Way) -> Capacity | None:
         model, degree = self.models[way.compute.kind], way.tensor_parallel
         local = way.kind is Kind.LOCAL  # Lamina keeps slots free for sequences to grow; vLLM preempts
+        model = model.widened if local else model
         room = (1 - WATERMARK if local else 1) * self._free(way.compute, degree, way.chunk)
         rows, found = self._rows(room, 1, way.chunk, ahead=AHEAD if local else 0)
         if not len(rows):
@@ -275,7 +276,7 @@ class Server:
         return self.engine if model.fits.runtime is AS_PUBLISHED else NO_OVERHEAD
 
     def _pass(self, model: CostModel, degree: int, rows: Floats) -> Floats:
-        key = (model.hardware.kind, degree)
+        key = (model.hardware.kind, degree, model.widens)
         if key not in self._passes:
             host = self._host(model)
             self._passes[key] = model.decode_seconds(_EVERY_ROW, degree) + host.step_s + host.step_row_s * _EVERY_ROW

@@ -119,8 +119,7 @@ class Deployment:
         tensor_parallel: Devices that hold one copy of the weights.
         profile: Measured fits, which replace the package's.
         prices: The market; None: no costs.
-        engine: Overheads of every system's engine, unless ``profile`` includes them. Lamina's own were not measured on
-            GPUs and are taken to be the same.
+        engine: The engine that serves, with its overheads unless ``profile`` includes them.
     """
 
     model: ModelShape
@@ -219,14 +218,18 @@ class Deployment:
     @cached_property
     def compute_cost(self) -> CostModel:
         """The cost model of one compute worker."""
-        return _cost_model(self.model, self.compute, self.profile)
+        return self._cost_model(self.compute)
 
     @cached_property
     def memory_cost(self) -> CostModel:
         """The cost model of one memory worker. Raises ConfigError without a memory pool."""
         if self.memory is None or self.memory_workers < 1:
             raise ConfigError("this system has two pools; give --memory KIND:COUNT too")
-        return _cost_model(self.model, self.memory, self.profile)
+        return self._cost_model(self.memory)
+
+    def _cost_model(self, hardware: Hardware) -> CostModel:
+        model = _cost_model(self.model, hardware, self.profile)
+        return model if self.engine.multiplies_fp8 else model.widened
 
     @property
     def kv_tokens(self) -> int:
