@@ -107,7 +107,7 @@ class Lender(Instance):
             return False
         return super()._next_has_room()
 
-    def steps_alike(self, batch: Batch) -> int:
+    def steps_alike(self, batch: Batch, most: int) -> int:
         return 1  # what it lends, and so how long a step takes, may change with every step
 
     def step_seconds(self, batch: Batch) -> float:

@@ -20,6 +20,7 @@ import numpy as np
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.model_shapes import ModelShape
+from lamina.planning.plan.overheads import VLLM
 from lamina.planning.plan.prices import Prices
 from lamina.planning.plan.serving import Server
 from lamina.planning.plan.ways import SEGMENT, Capacity, Kind, Slo, Way, baselines, ways
@@ -158,7 +159,7 @@ def cells(
     candidates = [way for way in (*baselines(shape, *pools), *ways(shape, *pools, (None, SEGMENT))) if _coarse(way)]
     server: Server | None = None
     for workload in workloads:
-        server = server.serving(workload) if server else Server(shape, workload, models, prices, slo)
+        server = server.serving(workload) if server else Server(shape, workload, models, prices, slo, VLLM)
         sides: dict[str, list[Capacity]] = {name: [] for name in SIDES}
         for way in candidates:
             if (found := server.evaluate(way)) is not None:
@@ -262,7 +263,7 @@ def _near(cell: Cell) -> dict[str, Capacity]:
 
 
 def _course(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> Course:
-    return Course(shape, cell.workload, trace(cell.workload), prices, slo, turnovers=TURNOVERS)
+    return Course(shape, cell.workload, trace(cell.workload), prices, slo, turnovers=TURNOVERS, engine=VLLM)
 
 
 def trace(workload: Workload) -> list[TracedRequest]:

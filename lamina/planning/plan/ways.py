@@ -31,6 +31,13 @@ LONG = 4
 """... so many times."""
 
 
+UNDERRATED = 0.1
+"""The simulator found requests at most this share cheaper than the closed form, in the tables of docs/cost-model.md."""
+
+RIVAL = 1.5
+"""Ways whose requests cost over so many times those of the cheapest are no rivals, and their load is not searched."""
+
+
 class Kind(enum.Enum):
     """The three systems, and ``ONE_POOL`` for another system on one pool."""
 
@@ -43,6 +50,11 @@ class Kind(enum.Enum):
     def system(self) -> str:
         """The simulator's name of the system; "lamina" for local memory too."""
         return Kind.OFFLOADED.value if self is Kind.LOCAL else self.value
+
+    @property
+    def is_lamina(self) -> bool:
+        """Whether Lamina's runtime serves this way, or another engine."""
+        return self in (Kind.OFFLOADED, Kind.LOCAL)
 
 
 class Partition(enum.Enum):
@@ -273,6 +285,14 @@ def _apart(shape: ModelShape, first: tuple[Hardware, int], second: tuple[Hardwar
 
 def _degrees(shape: ModelShape) -> list[int]:
     return [degree for degree in TENSOR_PARALLEL if shape.kv_heads % degree == 0]
+
+
+def rivals(found: Sequence[Capacity], best_usd: float) -> list[Capacity]:
+    """Return the ways that may be rivals by the closed form and its error.
+
+    ``best_usd``: dollars of a request of the cheapest way that was simulated; infinite if none was.
+    """
+    return [one for one in found if one.usd_per_request * (1 - UNDERRATED) <= RIVAL * best_usd]
 
 
 def shortlist(found: Sequence[Capacity], most: int = 10) -> list[Capacity]:

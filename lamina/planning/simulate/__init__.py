@@ -12,7 +12,7 @@ import gc
 from collections.abc import Callable, Sequence
 
 from lamina.planning.simulate.baselines import BaselineSimulation, System
-from lamina.planning.simulate.result import Result, State, check_requests_file, write_requests
+from lamina.planning.simulate.result import Result, State, Stops, check_requests_file, write_requests
 from lamina.planning.simulate.scenario import (
     Arrivals,
     Deployment,
@@ -49,6 +49,7 @@ def simulate(
     faults: Sequence[Fault] = (),
     recorded: int = 0,
     on_progress: Callable[[int], None] | None = None,
+    stops: Stops | None = None,
 ) -> Result:
     """Serve ``arrivals`` on ``deployment`` in virtual time until the last request has ended.
 
@@ -60,6 +61,8 @@ def simulate(
         faults: Failures and slowdowns of workers.
         recorded: How many of the latest spans of Lamina's workers to keep.
         on_progress: Called periodically with the number of requests that have ended.
+        stops: Called periodically with the log and the time; True ends the run. Its result then has requests without
+            a state.
 
     Raises ConfigError if the weights do not fit, a pool or a worker is missing or superfluous, or lanes and pipelining
     are incompatible.
@@ -69,8 +72,8 @@ def simulate(
     gc.disable()  # there are no reference cycles, and searching for them takes a tenth of the time
     try:
         if system is System.LAMINA:
-            return Simulation(deployment, arrivals, faults, recorded).run(on_progress)
-        return BaselineSimulation(system, deployment, arrivals, faults).run(on_progress)
+            return Simulation(deployment, arrivals, faults, recorded).run(on_progress, stops)
+        return BaselineSimulation(system, deployment, arrivals, faults).run(on_progress, stops)
     finally:
         if collects:
             gc.enable()

@@ -6,6 +6,7 @@ with chunks of prompts filling the rest of each step (Sarathi-Serve). Prompts wh
 equal prefixes.
 """
 
+import bisect
 import collections
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -181,6 +182,7 @@ class Instance:
         blocks: All KV blocks.
         free: Blocks that no sequence holds, including idle blocks of ``prefixes``.
         waiting: Requests that wait.
+        late: Requests that arrived after the next step was planned.
         running: Requests that run.
         coming: Requests whose KV is moving here.
         preempted: Number of preemptions.
@@ -208,6 +210,7 @@ class Instance:
         self.free = self.blocks
         self.prefixes = Prefixes()
         self.waiting: collections.deque[Running] = collections.deque()
+        self.late: list[Running] = []
         self.running: list[Running] = []
         self.coming: list[Running] = []
         self.preempted = 0
@@ -223,7 +226,7 @@ class Instance:
     @property
     def load(self) -> int:
         """Number of requests that are tokenized, wait or run."""
-        return self.entering + len(self.waiting) + len(self.running)
+        return self.entering + len(self.waiting) + len(self.late) + len(self.running)
 
     def could_hold(self, tokens: int) -> bool:
         """Return whether a request of ``tokens`` fits an empty instance."""
@@ -272,8 +275,23 @@ class Instance:
         own = blocks - self.prefixes.blocks(shared)
         self.free += own + self.prefixes.release(shared)
 
+    @property
+    def queue(self) -> list[Running]:
+        """All requests that wait."""
+        return [*self.waiting, *self.late]
+
+    def enter(self, request: Running) -> None:
+        """Let a request wait."""
+        (self.late if self._engine.plans_ahead and not self.idle else self.waiting).append(request)
+
     def plan(self) -> Batch | None:
         """Return the next step; None if there is nothing to do."""
+        batch = self._plan()
+        self.waiting.extend(self.late)
+        self.late.clear()
+        return batch or (self._plan() if self.waiting else None)
+
+    def _plan(self) -> Batch | None:
         if self._chunked:
             decoding = self._decoding()
             batch = Batch(decoding, self._chunks(self._rows - len(decoding)))
@@ -358,11 +376,25 @@ class Instance:
         host_s = engine.step_s + engine.step_row_s * draws
         return self.factor * (layers * (self._slice(rows) + attention) + self._slices.ends[draws] + host_s)
 
-    def steps_alike(self, batch: Batch) -> int:
-        """Return how many times a batch can run before a block is needed: 1 if it has chunks."""
+    def steps_alike(self, batch: Batch, most: int) -> int:
+        """Return how many times, up to ``most``, a batch can run without a preemption or another admission.
+
+        1 if it has chunks. ``advance`` allocates the blocks that the sequences then need.
+        """
         if batch.chunks or self._next_has_room():
             return 1
-        return min(sequence.blocks * BLOCK - sequence.cached for sequence in batch.decoding)
+        spare = np.array([sequence.blocks * BLOCK - sequence.cached for sequence in batch.decoding])
+
+        def enough(steps: int) -> bool:
+            return int(-(-np.maximum(steps - spare, 0) // BLOCK).sum()) <= self.left
+
+        if enough(most):
+            return most
+        return bisect.bisect_left(range(most), True, key=lambda steps: not enough(steps + 1))
+
+    def least_seconds(self, batch: Batch) -> float:
+        """Return a lower bound of the seconds of a step of a batch without chunks: the slices' alone."""
+        return self.factor * self._cost.shape.layers * self._slice(len(batch.decoding))
 
     def _slice(self, rows: int) -> float:
         inner = self._slices.inner
@@ -381,6 +413,13 @@ class Instance:
         for sequence in drew:
             sequence.drawn += 1
         return drew
+
+    def advance(self, batch: Batch, steps: int) -> None:
+        """Record that ``steps`` steps of a batch without chunks have run, and allocate blocks for one more."""
+        for sequence in batch.decoding:
+            sequence.cached += steps
+            sequence.drawn += steps
+            self.grow(sequence, max(0, blocks_of(sequence.cached + 1) - sequence.blocks))
 
     def _publish(self, sequence: Running) -> None:
         if sequence.content:

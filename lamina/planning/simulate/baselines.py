@@ -23,7 +23,7 @@ from lamina.core.errors import ConfigError
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.workload import Content
 from lamina.planning.simulate.baseline_instance import BLOCK, Batch, Instance, Running
-from lamina.planning.simulate.result import PoolUse, RequestLog, Result, State
+from lamina.planning.simulate.result import PoolUse, RequestLog, Result, State, Stops
 from lamina.planning.simulate.scenario import Arrivals, Deployment, Fault
 
 AFFINITY, SLACK = 1.5, 4
@@ -88,11 +88,14 @@ class BaselineSimulation:
             for _ in range(count)
         ]
 
-    def run(self, on_progress: Callable[[int], None] | None = None) -> Result:
-        """Run the simulation. ``on_progress`` is called now and then with the number of requests that have ended."""
+    def run(self, on_progress: Callable[[int], None] | None = None, stops: Stops | None = None) -> Result:
+        """Run the simulation; the arguments are those of ``simulate``."""
         now, turns = 0.0, 0
         while self._log.ended < len(self._arrivals):
-            before, waited = now, self._prefilled or any(one.waiting for one in (*self._first, *self._decode))
+            before, waited = (
+                now,
+                self._prefilled or any(one.queue for one in (*self._first, *self._decode)),
+            )
             arrival = self._next_arrival_s(now)
             if self._events and self._events[0][0] < arrival:
                 now, _, happen = heapq.heappop(self._events)
@@ -105,8 +108,11 @@ class BaselineSimulation:
                 self._arrive(self._arrived - 1, now)
             self._queued_s += now - before if waited else 0.0
             turns += 1
-            if on_progress is not None and turns % 256 == 0:
-                on_progress(self._log.ended)
+            if turns % 64 == 0:
+                if on_progress is not None:
+                    on_progress(self._log.ended)
+                if stops is not None and stops(self._log, now):
+                    break
         return self._result(now)
 
     def _next_arrival_s(self, now: float) -> float:
@@ -146,7 +152,7 @@ class BaselineSimulation:
             self._enter(instance, request, now)
 
     def _enter(self, instance: Instance, request: Running, now: float) -> None:
-        instance.waiting.append(request)
+        instance.enter(request)
         self._begin(instance, now)
 
     def _content(self, index: int, output: int) -> Content:
@@ -174,17 +180,21 @@ class BaselineSimulation:
     def _repeat(self, instance: Instance, batch: Batch, now: float) -> tuple[float, float]:
         """Run all but the last of a batch's uninterruptible steps; return the last step's start and length."""
         until = min(self._next_arrival_s(now), self._events[0][0] if self._events else math.inf)
-        steps = instance.steps_alike(batch)
-        if until <= now or steps <= 1:
+        if until <= now or batch.chunks:
             return now, instance.step_seconds(batch)
-        left = (int(self._arrivals.output[one.index]) - one.drawn for one in batch.decoding)
-        seconds = instance.run_seconds(batch, min(steps, *left))
+        most = min(int(self._arrivals.output[one.index]) - one.drawn for one in batch.decoding)
+        if until < math.inf:
+            most = min(most, 1 + int((until - now) / instance.least_seconds(batch)))
+        steps = instance.steps_alike(batch, most)
+        if steps <= 1:
+            return now, instance.step_seconds(batch)
+        seconds = instance.run_seconds(batch, steps)
         ends = now + np.cumsum(seconds)
-        alike = min(len(ends) - 1, int(np.searchsorted(ends, until)))
+        alike = min(steps - 1, int(np.searchsorted(ends, until)))
         requests = np.array([one.index for one in batch.decoding], np.int64)
         for end in ends[:alike].tolist():
             self._log.draw(end, requests)
-            instance.complete(batch)
+        instance.advance(batch, alike)
         self._steps += alike
         instance.busy_s += float(seconds[:alike].sum())
         return (float(ends[alike - 1]) if alike else now), float(seconds[alike])
@@ -257,7 +267,7 @@ class BaselineSimulation:
             instance.factor = fault.factor
             return
         instance.lost = True
-        ending = [*instance.waiting, *instance.running]
+        ending = [*instance.queue, *instance.running]
         for sequence, (source, target) in list(self._moving.items()):
             if source.lost or target.lost:
                 del self._moving[sequence]
@@ -269,7 +279,7 @@ class BaselineSimulation:
             ending += [own for source, own in self._prefilled if source.lost or stranded]
             self._prefilled = collections.deque(pair for pair in self._prefilled if pair[1] not in ending)
             if stranded:
-                ending += [own for source in _alive(self._first) for own in (*source.waiting, *source.running)]
+                ending += [own for source in _alive(self._first) for own in (*source.queue, *source.running)]
         for sequence in ending:
             self._log.end(sequence.index, State.ERROR, now)
         if self._decode and stranded:

@@ -4,7 +4,7 @@ import csv
 import enum
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,10 @@ class RequestLog:
     def finished(self) -> NDArray[np.bool_]:
         """Which requests have finished."""
         return np.asarray(self._state == _NUMBERS[State.FINISHED])
+
+
+Stops = Callable[[RequestLog, float], bool]
+"""Decides from the log and the time whether a simulation ends before all requests have."""
 
 
 @dataclass(frozen=True)

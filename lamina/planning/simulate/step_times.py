@@ -43,6 +43,24 @@ class SliceTimes:
         self.ends: list[float] = ends.tolist()
 
 
+class SplitSequence:
+    """A sequence with KV on several memory workers, the last of which is still growing.
+
+    Attributes:
+        places: Its segments.
+        homes: The other workers.
+        tokens: Tokens on each of ``homes``.
+        elsewhere: Sum of ``tokens``.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+        held = _tokens(places, places[-1][1])[:-1]
+        self.homes = [home for home, _ in held]
+        self.tokens = [tokens for _, tokens in held]
+        self.elsewhere = sum(self.tokens)
+
+
 def _tokens(places: Places, position: int) -> list[tuple[int, int]]:
     """Return (worker, tokens before ``position``) of each worker with segments, the last segment's worker last."""
     held: dict[int, int] = {}
@@ -97,7 +115,7 @@ class StepModel(_Model):
         )
 
     def times(
-        self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int], split: Mapping[int, Places]
+        self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int], split: Mapping[int, SplitSequence]
     ) -> tuple[int, _native.StepTimes]:
         """Return the rows and times of one step.
 
@@ -112,12 +130,13 @@ class StepModel(_Model):
             homes = np.append(homes, [home for _, home in singles])
         rows = draws = asked = len(starts)
         if split:  # a row for each worker; K and V of the token count at each of them
-            starts = list(starts)
+            starts, others = list(starts), []
             for place, sequence in enumerate(plan.decoding.sequences):
-                if sequence in split:
-                    *others, (_, starts[place]) = _tokens(split[sequence], starts[place])
-                    starts += [tokens for _, tokens in others]
-                    homes = np.append(homes, [home for home, _ in others])
+                if (own := split.get(sequence)) is not None:
+                    starts[place] -= own.elsewhere
+                    starts += own.tokens
+                    others += own.homes
+            homes = np.append(homes, np.array(others, np.int64))
             asked = len(starts)
         chunks_s = 0.0
         more: list[tuple[int, float, float, float]] = []
@@ -126,7 +145,8 @@ class StepModel(_Model):
             rows += length
             draws += bool(chunk.draws)
             chunks_s += self._chunk_s[length]
-            places = split.get(chunk.sequence, ((home, 0, None),))
+            own = split.get(chunk.sequence)
+            places: Places = own.places if own is not None else ((home, 0, None),)
             before = dict(_tokens(places, chunk.start))
             for place, tokens in _tokens(places, chunk.start + length):
                 if kept := tokens - before[place]:
@@ -171,7 +191,7 @@ class LocalStepModel(_Model):
         self._tp = deployment.tensor_parallel
 
     def times(
-        self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int], split: Mapping[int, Places]
+        self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int], split: Mapping[int, SplitSequence]
     ) -> tuple[int, _native.StepTimes]:
         """Return the rows and times of one step. The other arguments are unused: all KV is local."""
         starts, cost, tp = plan.decoding.starts, self._compute, self._tp

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lamina.planning.plan.closed_form import PERCENTILE
 from lamina.planning.plan.fit_store import ProfileStore
 from lamina.planning.plan.model_shapes import ModelShape
 from lamina.planning.plan.overheads import NO_OVERHEAD, Engine
@@ -13,7 +14,7 @@ from lamina.planning.plan.prices import Prices
 from lamina.planning.plan.ways import Capacity, Kind, Slo, Way
 from lamina.planning.plan.workload import TracedRequest, Workload
 from lamina.planning.simulate import System, simulate
-from lamina.planning.simulate.result import Result, State
+from lamina.planning.simulate.result import RequestLog, Result, State
 from lamina.planning.simulate.scenario import Arrivals, Deployment, draw, replay
 
 FEWEST, MOST = 400, 12_000
@@ -30,6 +31,10 @@ minutes. ``Trial.error`` then is larger."""
 STEP_UP = 1.25
 TOLERANCE = 0.04
 """The search ends when the lowest rate that does not hold is within this share of the highest that does."""
+
+NEAR, MOST_FALLS = 0.7, 8
+"""While no rate holds, the next is lower by STEP_UP if it is above this share of the closed form's, else by half; so
+many times at most. These runs are short, since they end when the SLOs are missed."""
 
 UNSERVED = 0.06
 """Share of the requests above which they count as more than a way serves: queues grow, which a run of a few minutes
@@ -180,12 +185,25 @@ class Course:
             kv_tokens_per_worker=way.segment,
             profile=self._profile,
             prices=self._prices,
-            engine=self._engine,
+            engine=self._engine.lamina if way.kind.is_lamina else self._engine,
         )
 
     def run(self, capacity: Capacity, rate: float, requests: int) -> Result:
-        """Run one simulation at an offered rate."""
-        return simulate(self.deployment(capacity), self.arrivals(requests, rate), System(capacity.way.kind.system))
+        """Run one simulation at an offered rate, until all requests have ended or the SLOs are missed."""
+        system = System(capacity.way.kind.system)
+        return simulate(self.deployment(capacity), self.arrivals(requests, rate), system, stops=self.misses_slos)
+
+    def misses_slos(self, log: RequestLog, now_s: float) -> bool:
+        """Return whether the SLOs are missed whatever follows: more requests or tokens are late than 1%."""
+        slo, arrivals, count = self._slo, log.arrivals, len(log.arrivals)
+        may_be_late = count - 1 - math.floor(PERCENTILE * (count - 1))
+        waits = np.where(np.isnan(log.first_s), now_s, log.first_s) - arrivals.arrival_s
+        stalls = waits + np.nan_to_num(log.longest_gap_s)
+        late = (waits > slo.ttft_s).sum(), (stalls > slo.ttft_s + slo.tbt_s).sum()
+        gaps, counts = log.gaps
+        tokens = int(arrivals.output.sum()) - count
+        in_time = tokens - int(counts[gaps > slo.tbt_s].sum())
+        return max(late) > may_be_late or in_time < PERCENTILE * tokens
 
     def within_slos(self, result: Result) -> bool:
         """Return whether all requests were served, the queue did not grow, and TTFT, TBT and stalls keep the SLOs."""
@@ -211,31 +229,31 @@ class Course:
         rounds: int = ROUNDS,
         tolerance: float = TOLERANCE,
     ) -> Trial | None:
-        """Return the highest rate within the SLOs, to ``tolerance``, by ``rounds`` runs at most.
+        """Return the highest rate within the SLOs, to ``tolerance``.
 
-        None if no rate within the SLOs lets a request cost less than ``most_usd``.
+        ``rounds``: most runs, from the first that holds. None if no rate within the SLOs lets a request cost less than
+        ``most_usd``.
         """
         requests = self.requests(capacity)
-        rate, low, high = 0.9 * capacity.requests_s, 0.0, math.inf
         useless = capacity.usd_per_hour / 3600 / most_usd
+        rate, low, high = max(0.9 * capacity.requests_s, useless), 0.0, math.inf
         kept: Result | None = None
-        for _ in range(min(rounds, self.rounds(capacity))):
+        left, falls = min(rounds, self.rounds(capacity)), MOST_FALLS
+        while left and falls:
             result = self.run(capacity, rate, requests)
             on_run()
             if self.within_slos(result):
                 low, kept = rate, result
             else:
                 high = rate
-            if (low and high <= low * (1 + tolerance)) or min(high, WORSE * rate) < useless:
+            if (low and high <= low * (1 + tolerance)) or high <= useless:
                 break
             if low:
+                left -= 1
                 rate = math.sqrt(low * high) if high < math.inf else low * STEP_UP
             else:
-                served = result.sustained_requests_s
-                rate = high / (2 if served <= 0 or served > high / STEP_UP else high / served)
-                rate = max(rate, high / 2) if served else high / 2
-                if high > 0.7 * capacity.requests_s:
-                    rate = max(rate, high / STEP_UP)
+                falls -= 1
+                rate = high / (STEP_UP if high > NEAR * capacity.requests_s else 2)
         if kept is None or low < useless:
             return None
         bracket = high / low - 1 if high < math.inf else STEP_UP - 1

@@ -31,9 +31,9 @@ from lamina.core.steps import StepPlan
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Request, Segment
 from lamina.kv.placement import Placement, nowhere
-from lamina.planning.simulate.result import Decisions, PoolUse, RequestLog, Result, State
+from lamina.planning.simulate.result import Decisions, PoolUse, RequestLog, Result, State, Stops
 from lamina.planning.simulate.scenario import Arrivals, Deployment, Fault, Ints
-from lamina.planning.simulate.step_times import LocalStepModel, Places, StepModel
+from lamina.planning.simulate.step_times import LocalStepModel, SplitSequence, StepModel
 from lamina.schedule.limits import MAX_WAITING
 from lamina.schedule.policy import find_policy
 from lamina.schedule.roles import LOOK_S, RoleBalance, Targets, expected_times
@@ -135,7 +135,7 @@ class Simulation:
         self._live = set[int]()  # requests with the scheduler
         self._segments: dict[int, list[Segment]] = {}  # by sequence
         self._homes: dict[int, int] = {}  # the number of the worker with its last segment
-        self._split: dict[int, Places] = {}  # those with several segments
+        self._split: dict[int, SplitSequence] = {}  # those with several segments
         lanes = range(self._pipeline.lanes)
         self._requests = [_Numbers(_requests) for _ in lanes]
         self._decoding = [_Numbers(self._homes_of) for _ in lanes]
@@ -185,8 +185,8 @@ class Simulation:
             for lane in range(pipeline.lanes)
         ]
 
-    def run(self, on_progress: Callable[[int], None] | None = None) -> Result:
-        """Simulate to the end. ``on_progress`` is called from time to time with the number of requests that ended."""
+    def run(self, on_progress: Callable[[int], None] | None = None, stops: Stops | None = None) -> Result:
+        """Run the simulation; the arguments are those of ``simulate``."""
         now, turns = 0.0, 0
         while self._log.ended < len(self._arrivals):
             before, queued, refused = now, self._scheduler.waiting > 0, self._scheduler.full
@@ -203,8 +203,11 @@ class Simulation:
             self._refused_s += now - before if refused else 0.0
             self._launch(now)
             turns += 1
-            if on_progress is not None and turns % 256 == 0:
-                on_progress(self._log.ended)
+            if turns % 64 == 0:
+                if on_progress is not None:
+                    on_progress(self._log.ended)
+                if stops is not None and stops(self._log, now):
+                    break
         return self._result(now)
 
     def _next_from_outside(self) -> float:
@@ -266,7 +269,8 @@ class Simulation:
         self._homes[sequence] = self._numbers[segments[-1].worker]
         self._split.pop(sequence, None)
         if len(segments) > 1:
-            self._split[sequence] = [(self._numbers[each.worker], *each.tokens) for each in segments]
+            places = [(self._numbers[each.worker], *each.tokens) for each in segments]
+            self._split[sequence] = SplitSequence(places)
 
     def _strike(self, fault: Fault, now: float) -> None:
         if fault.factor is None:

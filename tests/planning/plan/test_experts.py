@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 
 from lamina.core.errors import ConfigError, ModelError, UnsupportedModelError
-from lamina.planning.plan import hardware, model_shapes
+from lamina.planning.plan import hardware, model_shapes, prices, workload
 from lamina.planning.plan.cost import CostModel, Fits
+from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.kernel_times import SliceCurve
 from lamina.planning.plan.model_shapes import Experts
+from lamina.planning.plan.overheads import VLLM
+from lamina.planning.plan.serving import Server
+from lamina.planning.plan.ways import NO_LIMITS, Kind, Way
+from lamina.planning.simulate.trial import Course
 
 CATALOGUE = hardware.load()
 QWEN = {
@@ -135,6 +140,34 @@ def test_weights_in_integers() -> None:
         assert 0.6 * 2 / size < few < 2.01 / size and 0.85 < many < 1.05, dtype
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     assert model_shapes.from_config("q", {**QWEN, "quantization_config": gptq}).weight_dtype == "int4"
+
+
+@pytest.mark.parametrize("model", ["Llama-3-8B", "Mixtral-8x7B"])
+def test_ways_of_lamina_multiply_8_bit_floats_in_16_bits(model: str) -> None:
+    """As on a device that has no units for 8-bit floats; other engines use the units. Both read a byte per weight."""
+    shape = model_shapes.find(model).stored_as("auto", "fp8")
+    without = dataclasses.replace(CATALOGUE["h100"], fp8_flops=0.0)
+    served, market = workload.of_lengths(2000, 10), prices.load("paper")
+
+    def rate(kind: Kind, device: Hardware) -> float:
+        costs = {device.kind: CostModel(shape, device, Fits.load(device))}
+        way = Way(kind=kind, chunk=2048, compute=device, compute_workers=2, tensor_parallel=2)
+        found = Server(shape, served, costs, market, NO_LIMITS, VLLM).evaluate(way)
+        assert found is not None
+        return found.requests_s
+
+    assert rate(Kind.LOCAL, CATALOGUE["h100"]) == pytest.approx(rate(Kind.LOCAL, without), rel=1e-9)
+    assert rate(Kind.ONE_POOL, CATALOGUE["h100"]) > 1.08 * rate(Kind.LOCAL, CATALOGUE["h100"])
+
+    def seconds(kind: Kind, device: Hardware) -> float:
+        course = Course(shape, served, [], market, NO_LIMITS, engine=VLLM)
+        way = Way(kind=kind, chunk=2048, compute=device, compute_workers=2, tensor_parallel=2)
+        found = Server(shape, served, {device.kind: cost(shape, "h100")}, market, NO_LIMITS, VLLM).evaluate(way)
+        assert found is not None
+        return course.run(found, 1000.0, 60).seconds
+
+    assert seconds(Kind.LOCAL, CATALOGUE["h100"]) == pytest.approx(seconds(Kind.LOCAL, without), rel=1e-9)
+    assert seconds(Kind.ONE_POOL, CATALOGUE["h100"]) < 0.95 * seconds(Kind.LOCAL, CATALOGUE["h100"])
 
 
 def test_slices_measured_in_16_bits_say_nothing_of_fp8() -> None:
