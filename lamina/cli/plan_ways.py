@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from lamina.planning.plan.model_shapes import ModelShape
     from lamina.planning.plan.serving import Server
-    from lamina.planning.plan.ways import Way
+    from lamina.planning.plan.ways import Capacity, Way
     from lamina.planning.simulate.trial import Course, Trial
 
 HEADINGS = ("requests /s", "TTFT p99", "stall p99", "TBT p99", "tokens /s", "$/h", "$/M in", "$/M out", "busy", "model")
@@ -35,20 +35,15 @@ def show(
 
     Raises ConfigError if no candidate fits, or none keeps the SLOs.
     """
-    from lamina.cli.plan_map import in_processes
     from lamina.observe.progress import waiting
     from lamina.planning.plan.ways import shortlist
-    from lamina.planning.simulate.trial import WORSE
 
     with waiting(f"Ranking {len(candidates)} ways to serve by the closed form"):
         found = [one for way in candidates if (one := server.evaluate(way)) is not None]
     if not found:
         raise _refusal(server, candidates)
     chosen = shortlist(found)
-    # Ways that cost far more by the closed form, whose error was a third at most where compared, are not simulated.
-    most_usd = WORSE * min(one.usd_per_request for one in chosen)
-    with in_processes("Ways simulated") as run:
-        trials = [trial for trial in run(partial(course.highest_load, most_usd=most_usd), chosen) if trial is not None]
+    trials = _simulated(server.shape, course, chosen, model)
     if not trials:
         raise ConfigError(
             f"none of the {len(chosen)} best ways keeps p99 TTFT {server.slo.ttft_s:g} s and p99 TBT "
@@ -56,12 +51,36 @@ def show(
             "--slo-tbt, or other hardware"
         )
     trials = course.ranked(trials)
-    notes = [*_left_out(server, candidates), *_given_up(chosen, trials)]
+    notes, given_up = _left_out(server, candidates), _given_up(chosen, trials)
     if as_json:
         offloads = _offloads(candidates)
-        print(json.dumps(_as_dict(server, course, trials, notes, model, trace, offloads), indent=2))
+        print(json.dumps(_as_dict(server, course, trials, notes, given_up, model, trace, offloads), indent=2))
     else:
-        _print(server, course, trials, notes, model, trace, len(found), candidates)
+        _print(server, course, trials, notes, given_up, model, trace, len(found), candidates)
+
+
+def _simulated(shape: "ModelShape", course: "Course", chosen: "Sequence[Capacity]", model: str) -> "list[Trial]":
+    """Simulate the cheapest ways by the closed form, one that `lamina launch` starts at least, then their rivals."""
+    from lamina.cli.plan_map import in_processes
+    from lamina.planning.plan.ways import RIVAL, rivals
+    from lamina.planning.simulate.trial import WORSE
+
+    launched = [one for one in chosen if obstacle(one.way, shape, model) is None]
+    most_usd = WORSE * chosen[0].usd_per_request
+    now = [one for one in chosen if one in (*chosen[:2], *launched[:1])]
+    left = list(chosen)
+    trials: list[Trial] = []
+    with in_processes("Ways simulated") as run:
+        while now:
+            search = partial(course.highest_load, most_usd=most_usd)
+            trials += [trial for trial in run(search, now) if trial is not None]
+            left = [one for one in left if one not in now]
+            best_usd = min((trial.usd_per_request for trial in trials), default=math.inf)
+            if any(obstacle(trial.way, shape, model) is None for trial in trials):
+                now, most_usd = rivals(left, best_usd), min(most_usd, RIVAL * best_usd)
+            else:
+                now = [one for one in left if one in launched][:2] or rivals(left, best_usd)
+    return trials
 
 
 def _print(
@@ -69,43 +88,53 @@ def _print(
     course: "Course",
     trials: "list[Trial]",
     notes: list[str],
+    given_up: list[str],
     model: str,
     trace: Path | None,
     found: int,
     candidates: "Sequence[Way]",
 ) -> None:
-    from lamina.cli.console import output, print_sentence, print_table, print_text
+    from lamina.cli.console import output, print_sentence, print_table
+    from lamina.planning.plan.ways import RIVAL
 
-    slo = server.slo
-    title = f"{server.shape.name}, {server.workload.name}: the best of {found} ways that fit, of {len(candidates)}"
-    caption = (
-        f"Simulated at the highest load with p99 TTFT within {slo.ttft_s:g} s and p99 TBT within "
-        f"{slo.tbt_s * 1e3:g} ms. stall: TTFT plus the longest later wait for a token of a request, p99 within "
-        f"{slo.ttft_s + slo.tbt_s:g} s. $/M in and out add up to what the pools cost. busy: mean of each pool. model: "
-        "requests/s by the closed form that ranked all ways. Other systems: what lamina launch cannot start. "
-        f"Prices: {server.prices.describe(server.models)}."
-    )
-    print_text("Recommended\n", style="bold")
-    for line in [*advice(trials, _offloads(candidates)), agreement(trials)]:
+    slo, best = server.slo, trials[0]
+    rent, *why = advice(trials, _offloads(candidates))
+    print_sentence(rent, style="bold")
+    for line in [*why, *_starting(server.shape, course, trials, model)]:
         print_sentence(line)
-    if trace is not None:
-        print_sentence(simulate_line(course, trials[0], model, trace))
     for line in server.prices.warnings(server.models, date.today()):
         print_sentence(line, style="yellow")
-    sequences = course.deployment(trials[0].capacity).max_num_seqs
-    for line in [
-        *launching(trials[0], server.shape, model, sequences),
-        *_best_to_launch(server.shape, course, trials, model),
-        *untried(server.shape, trials[0].way.compute.kind),
-        *notes,
-    ]:
-        print_sentence(line, style="dim")
+    title = f"{server.shape.name}, {server.workload.name}: the best of {found} ways that fit, of {len(candidates)}"
+    caption = (
+        f"Simulated at the highest load with p99 TTFT within {slo.ttft_s:g} s and TBT within {slo.tbt_s * 1e3:g} ms. "
+        "stall: TTFT and a request's longest later wait. busy: of each pool. model: requests/s by the closed form. "
+        "More: docs/cost-model.md."
+    )
     narrow = output().is_terminal and output().width < _WIDE
     rows: dict[bool, list[tuple[str, ...]]] = {True: [], False: []}
     for trial in trials:
         rows[obstacle(trial.way, server.shape, model) is None].append(cells(trial))
-    best = trials[0].way.describe()
-    print_table(table_of(rows[True], title, caption, narrow, others=rows[False], best=best))
+    print_table(table_of(rows[True], title, caption, narrow, others=rows[False], best=best.way.describe()))
+    reasons = f"Given up, at over {RIVAL:g} times the cheapest way's cost or outside of the targets:"
+    for line in [
+        f"Prices: {server.prices.brief(server.models)}.",
+        f"Included: {server.prices.includes}. Sources: docs/cost-model.md, Money. --prices FILE has yours.",
+        agreement(trials),
+        *untried(server.shape, best.way.compute.kind),
+        *notes,
+        *([f"{reasons} {'; '.join(given_up)}."] if given_up else []),
+        *(["To repeat the simulation:", simulate_line(course, best, model, trace)] if trace is not None else []),
+    ]:
+        print_sentence(line, style="dim")
+
+
+def _starting(shape: "ModelShape", course: "Course", trials: "list[Trial]", model: str) -> list[str]:
+    """Return the line that starts the recommended way or, if there is none, why, and the best way that has one."""
+    sequences = course.deployment(trials[0].capacity).max_num_seqs
+    lines = launching(trials[0], shape, model, sequences)
+    if obstacle(trials[0].way, shape, model) is None:
+        return ["To start it:", *lines]
+    return [*lines, *_best_to_launch(shape, course, trials, model)]
 
 
 def table_of(
@@ -178,7 +207,8 @@ def advice(trials: "Sequence[Trial]", offloads: bool) -> list[str]:
         trials: Ranked trials; the first is recommended.
         offloads: Whether candidates with offloaded attention existed.
     """
-    return [*_rent(trials, offloads), serves(trials[0]), *_runner_up(trials)]
+    rent, *why = _rent(trials, offloads)
+    return [rent, serves(trials[0]), *_runner_up(trials), *why]
 
 
 def _offloads(candidates: "Sequence[Way]") -> bool:
@@ -230,7 +260,7 @@ def _rent(trials: "Sequence[Trial]", offloads: bool) -> list[str]:
     )
     lines = [f"{what}: {way.describe()}, steps of up to {way.chunk} rows."]
     if offloaded is None:
-        lines += ["No way to offload attention came within the SLOs at a useful load."] if offloads else []
+        lines += ["No way to offload attention is within the targets at a comparable cost."] if offloads else []
     else:
         lines.append(
             f"The best offloading, {offloaded.way.describe()}, costs "
@@ -299,16 +329,10 @@ def _left_out(server: "Server", candidates: "Sequence[Way]") -> list[str]:
     return notes
 
 
-def _given_up(chosen: "Sequence[Any]", trials: "Sequence[Trial]") -> list[str]:
-    from lamina.planning.simulate.trial import WORSE
-
+def _given_up(chosen: "Sequence[Capacity]", trials: "Sequence[Trial]") -> list[str]:
+    """Return the ways of the shortlist that are not ranked: too expensive, or within the SLOs at no useful load."""
     kept = [trial.way for trial in trials]  # not the same objects: each was simulated in another process
-    return [
-        f"Given up: {one.way.describe()}: within the SLOs, a request costs more than {WORSE:g} times that of the "
-        "cheapest way, or no load keeps them."
-        for one in chosen
-        if one.way not in kept
-    ]
+    return [one.way.describe() for one in chosen if one.way not in kept]
 
 
 def _refusal(server: "Server", candidates: "Sequence[Way]") -> ConfigError:
@@ -328,6 +352,7 @@ def _as_dict(
     course: "Course",
     trials: "Sequence[Trial]",
     notes: list[str],
+    given_up: list[str],
     model: str,
     trace: Path | None,
     offloads: bool,
@@ -340,6 +365,7 @@ def _as_dict(
         "recommended": advice(trials, offloads),
         "agreement": agreement(trials),
         "notes": [*untried(server.shape, trials[0].way.compute.kind), *notes],
+        "given_up": given_up,
         "ways": [
             {
                 "way": trial.way.describe(),

@@ -111,6 +111,14 @@ class Prices:
             "them"
         )
 
+    def brief(self, kinds: Iterable[str]) -> str:
+        """Return the market, with the price of each kind and the dates of the prices."""
+        unit = "/h" if self.years is None else f" to buy, over {self.years:g} years"
+        priced = {kind: self.entries[kind] for kind in dict.fromkeys(kinds) if kind in self.entries}
+        dates = ", ".join(dict.fromkeys(price.date for price in priced.values()))
+        listed = ", ".join(f"{kind} ${price.usd:,.2f}{unit}" for kind, price in priced.items())
+        return f"{self.name} ({self.market}; {dates}): {listed}"
+
     def describe(self, kinds: Iterable[str]) -> str:
         """Return the market, and the price of each kind with source and date."""
         unit = "/h" if self.years is None else f" over {self.years:g} years, ${self.usd_per_kwh:g}/kWh"

@@ -49,6 +49,17 @@ def test_prices_of_more_than_90_days_ago_are_warned_of() -> None:
     assert not pods.warnings(["h100"], date(2026, 6, 8)) and not aws.warnings(["h100"], date(2026, 11, 25))
 
 
+def test_prices_are_told_briefly() -> None:
+    """Every price and its date, within two lines of a terminal; sources are in the description."""
+    for name in prices.names():
+        market = prices.load(name)
+        kinds = list(market.entries)[:2]
+        told = market.brief(kinds)
+        assert len(told) <= 160, told
+        assert all(f"{kind} ${market.entries[kind].usd:,.2f}" in told for kind in kinds)
+        assert all(market.entries[kind].date in told for kind in kinds)
+
+
 def test_a_market_is_never_completed_from_another() -> None:
     runpod, own = prices.load("runpod"), prices.load("own")
     with pytest.raises(ConfigError, match=r"market runpod has no price for h100.*not mixed\. Give --prices aws or "):

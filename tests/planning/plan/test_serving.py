@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shlex
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from lamina.planning.crossover_map import trace
 from lamina.planning.plan import hardware, model_shapes, prices, workload
 from lamina.planning.plan.cost import CostModel, Fits
 from lamina.planning.plan.serving import Server
-from lamina.planning.plan.ways import Capacity, Kind, Slo, Way, baselines, shortlist, ways
+from lamina.planning.plan.ways import Capacity, Kind, Slo, Way, baselines, rivals, shortlist, ways
 from lamina.planning.plan.workload import Sessions, TracedRequest
 from lamina.planning.simulate import Arrivals, State, System, draw, simulate
 from lamina.planning.simulate.result import RequestLog
@@ -147,6 +148,12 @@ def test_ways_that_cannot_compete_are_given_up_by_what_the_simulator_says() -> N
     course, runs = Course(SMALL, served, [], RENTS, slo), []
     assert place.evaluate(way) is None or place.evaluate(way) != one
     assert course.highest_load(one, 1e-3 * one.usd_per_request, lambda: runs.append(1)) is None and len(runs) == 1
+
+
+def test_the_search_is_for_ways_that_the_closed_form_s_error_lets_be_rivals(best: Capacity) -> None:
+    found = [dataclasses.replace(best, requests_s=best.requests_s / times) for times in (1.0, 1.6, 1.7, 3.0)]
+    assert rivals(found, best.usd_per_request) == found[:2], "1.5 times the cost, and 10% too expensive by the form"
+    assert rivals(found, 1.1 * best.usd_per_request) == found[:3] and rivals(found, math.inf) == found
 
 
 def test_the_load_of_a_way_that_the_closed_form_overrates_is_found(best: Capacity) -> None:
@@ -293,7 +300,7 @@ def test_what_is_recommended_is_the_cheapest_that_was_simulated(planned: tuple[P
     assert found["recommended"][0].startswith("Rent one pool" if one_pool else "Rent two pools")
     slo = found["slo"]
     for way in found["ways"]:
-        assert not any(note.startswith(f"Given up: {way['way']}:") for note in found["notes"])
+        assert way["way"] not in found["given_up"]
         simulated = way["simulated"]
         assert simulated["ttft_s"]["p99"] <= slo["ttft_s"] and simulated["tbt_s"]["p99"] <= slo["tbt_s"]
         assert simulated["stalled_s"]["p99"] <= slo["ttft_s"] + slo["tbt_s"]
