@@ -29,14 +29,41 @@ from lamina.planning.simulate import Arrivals, Deployment, Result, System, simul
 MEASUREMENTS = Path(__file__).parent / "measurements"
 CATALOGUE = hardware.load()
 
-WAVES, SPREAD = 10, 0.005
-"""What the files with a fixed concurrency do not state: requests over the concurrency, and by how much outputs differ.
-A step has the tokens of one prompt besides a token of every other request: the time to a first token, over that of a
-prompt alone, depends in these files on the concurrency, but not on the length of prompts (1,024, 4,096 or 8,192) nor of
-outputs. So requests arrive in a train, each while the prompt before it runs."""
+WAVES = 10
+"""Requests of a run over its concurrency."""
 
 RESERVED_TOKENS = 8192
 """Tokens of a step for which these engines keep memory free: vLLM's default on these devices."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """How a file's load was made.
+
+    Attributes:
+        prompts: Least length of a prompt over the stated one, which is the most.
+        outputs: The same for outputs.
+        step_tokens: Most tokens of a step; None: those of one prompt, besides a token of every other request.
+    """
+
+    prompts: float
+    outputs: float
+    step_tokens: int | None
+
+    def lengths(self, least: float, most: int, count: int, seed: int) -> NDArray[np.int64]:
+        """Return uniformly distributed lengths."""
+        return np.random.default_rng(seed).integers(round(least * most), most, count, endpoint=True)
+
+
+INFERENCEX = Load(0.8, 0.8, 8192)
+"""The load of InferenceX, whose grid of lengths, concurrencies and devices the gpt-oss file has: its scripts ask for
+lengths of 0.8 to 1 times the stated ones, 10 requests for each at once, and steps of 8,192 tokens
+(github.com/SemiAnalysisAI/InferenceX, gptoss_fp4_h200.sh and benchmark_serving.py)."""
+
+TRAIN = Load(1.0, 0.99, None)
+"""The load of the Qwen3 file, of which nothing is known, chosen with its rows in sight: the time to a first token, over
+that of a prompt alone, depends on the concurrency, but neither on the length of prompts nor of outputs, as if requests
+arrived in a train, each while the prompt before it runs."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +134,7 @@ class Cells:
     file: str
     kind: str
     model: Callable[[str], ModelShape]
+    load: Load
     engine: Engine = VLLM
 
     def predict(self, engine: Engine, every: int) -> Iterator[Prediction]:
@@ -121,7 +149,8 @@ class Cells:
             ttft = float((log.first_s - log.arrivals.arrival_s).mean())
             tpot = float(((log.end_s - log.first_s) / (log.arrivals.output - 1)).mean())
             measured = float(row["ttft_ms"]) / 1e3, float(row["tpot_ms"]) / 1e3
-            served, found = (concurrency * output / (t + (output - 1) * p) for t, p in (measured, (ttft, tpot)))
+            mean = (1 + self.load.outputs) / 2 * output
+            served, found = (concurrency * mean / (t + (mean - 1) * p) for t, p in (measured, (ttft, tpot)))
             yield Prediction(
                 self.file,
                 f"{row['model']} {row['precision']}, TP{degree}, {prompt} in",
@@ -133,12 +162,12 @@ class Cells:
             )
 
     def _run(self, row: dict[str, str], engine: Engine) -> Result:
-        concurrency = int(row["concurrency"])
+        concurrency, prompt, load = int(row["concurrency"]), int(row["isl"]), self.load
         count = WAVES * concurrency
         arrivals = Arrivals(
             np.zeros(count),
-            np.full(count, int(row["isl"])),
-            _around(int(row["osl"]), count),
+            load.lengths(load.prompts, prompt, count, 0),
+            load.lengths(load.outputs, int(row["osl"]), count, 1),
             concurrency=concurrency,
         )
         deployment = Deployment(
@@ -146,15 +175,10 @@ class Cells:
             compute=CATALOGUE[self.kind],
             compute_workers=int(row["tp"]),
             tensor_parallel=int(row["tp"]),
-            max_num_batched_tokens=int(row["isl"]) + concurrency,
+            max_num_batched_tokens=load.step_tokens or prompt + concurrency,
             engine=replace(engine, reserve_bytes=engine.reserved(RESERVED_TOKENS), reserve_token_bytes=0.0),
         )
         return simulate(deployment, arrivals, System.CHUNKED_PREFILL)
-
-
-def _around(length: int, count: int) -> NDArray[np.int64]:
-    """Return lengths that are uniformly distributed around one."""
-    return np.round(length * np.random.default_rng(1).uniform(1 - SPREAD, 1 + SPREAD, count)).astype(np.int64)
 
 
 def _rows(file: str) -> list[dict[str, str]]:
@@ -174,8 +198,8 @@ def _gpt_oss(precision: str) -> ModelShape:
 FILES: Sequence[Trace | Cells] = (
     Trace("vllm_rtx4090_llama31_8b.csv", "rtx4090", 256),
     Trace("vllm_rtxpro6000_llama31_8b.csv", "rtxpro6000", 128),
-    Cells("serving_h100_qwen3_32b_vllm.csv", "h100", _qwen3_32b, VLLM_012),
-    Cells("serving_h200_gpt_oss_120b_vllm.csv", "h200", _gpt_oss),
+    Cells("serving_h100_qwen3_32b_vllm.csv", "h100", _qwen3_32b, TRAIN, VLLM_012),
+    Cells("serving_h200_gpt_oss_120b_vllm.csv", "h200", _gpt_oss, INFERENCEX),
 )
 
 
