@@ -33,6 +33,7 @@ from lamina.cluster.joining import (
 from lamina.cluster.linking import Pair, link
 from lamina.cluster.local_workers import SupervisedWorkers
 from lamina.cluster.pool import CPU, REMOTE
+from lamina.cluster.scratch import make_scratch
 from lamina.cluster.sizing import ClusterPlan
 from lamina.cluster.slabs import with_capacities
 from lamina.control.messages import (
@@ -153,6 +154,9 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     plan = with_turns(plan, len(loaded.attentions) + 1)
     if plan.pipeline.stages > 1:
         plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, starts=loaded.starts))
+    scratch = converse(
+        gather, make_scratch(control, plan, loaded, {name: plan.greetings[name] for name in plan.computes})
+    )
     local = plan.computes if plan.compute_setup.local else []
     holders = [*local, *plan.memories]
     setup = plan.memory_setup(loaded, _shards(plan, loaded).count)
@@ -169,7 +173,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         converse(gather, read_clock(control, fabric, name))
     epoch = Epoch(int(time.time()), 1)  # an engine that is started again is a later incarnation
     members = [
-        Member(name, role, kind, plan.greetings[name].host, capacities.get(name, 0))
+        Member(name, role, kind, plan.greetings[name].host, capacities.get(name, 0), scratch.get(name, 0))
         for role, pool in plan.kinds.items()
         for name, kind in pool.items()
     ]

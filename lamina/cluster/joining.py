@@ -17,6 +17,7 @@ from lamina.cluster.conversations import (
     Launcher,
 )
 from lamina.cluster.linking import Pair, SlotSizes, link
+from lamina.cluster.scratch import make_scratch
 from lamina.cluster.sizing import ClusterPlan, boot_id
 from lamina.cluster.slabs import SlabSize, kv_bytes_of_joiner, slab_of, slab_there, token_slots
 from lamina.control.messages import (
@@ -239,8 +240,10 @@ def prepare_workers(
         fabric.on_hello(name, greeted[name])
         yield from read_clock(control, fabric, name)
     has_slab = role == "memory" or plan.compute_setup.local
+    scratch = dict[str, int]()
     if role == "compute":
         yield from _load(control, fabric, [(name, greeted[name]) for name in names])
+        scratch = yield from make_scratch(control, plan, fabric.loaded, greeted)
         setup = local_setup(setup)
     members, given = list[Member](), Counter[str]()  # by host: bytes of the slabs made here
     for name, kind in kinds.items():
@@ -249,7 +252,7 @@ def prepare_workers(
             own = msgspec.structs.replace(setup, threads=plan.threads(role, hello))
             capacity = yield from _make_slab(control, fabric, name, own, promised(hello.host) + given[hello.host])
             given[hello.host] += fabric.slab.nbytes(capacity)
-        members.append(Member(name, role, kind, hello.host, capacity))
+        members.append(Member(name, role, kind, hello.host, capacity, scratch.get(name, 0)))
     return tuple(members)
 
 

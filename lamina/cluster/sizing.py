@@ -296,8 +296,25 @@ def cluster_plan(
         quantization=config.quantization,
         activation_dtype=config.activation_dtype,
         gpu_share=config.gpu_memory_utilization,
+        scratch=uses_scratch(config, order, kinds),
     )
     return ClusterPlan(config, kinds, greetings, machines, setup, bounds, order, is_open)
+
+
+def uses_scratch(config: EngineConfig, pipeline: Pipeline, kinds: Mapping[Role, Mapping[str, str]]) -> bool:
+    """Return whether running prompts keep K and V in scratch memory of the compute workers.
+
+    ``auto``: where one replica of one stage runs all prompts, and either does not decode, or is on GPUs while memory
+    workers are on CPUs. Without scratch memory, several replicas or stages can run chunks of one prompt at once. Where
+    replicas hold all KV and run prompts, prompts attend there in any case.
+    """
+    if not kinds["memory"] and not pipeline.prefill:
+        return False
+    if config.prompt_attention != "auto":
+        return config.prompt_attention == "compute"
+    alone = (pipeline.prefill or pipeline.replicas) == 1 and pipeline.stages == 1
+    faster = CPU not in kinds["compute"].values() and set(kinds["memory"].values()) == {CPU}
+    return alone and (pipeline.prefill > 0 or faster)
 
 
 def _may_lend(pipeline: Pipeline, kinds: Collection[str]) -> bool:

@@ -1,7 +1,7 @@
 """Runs the attention of one step on a compute worker: scatters q, k, v to memory workers, gathers and merges partials.
 
-Meanwhile the compute worker attends to segments in its own memory (``lamina.compute.local_memory``), and from prompt
-chunks to themselves.
+Meanwhile the compute worker attends to segments in its own memory (``lamina.compute.local_memory``), from prompt chunks
+to themselves, and to the tokens before them that are in scratch memory (``lamina.compute.scratch``).
 """
 
 import functools
@@ -15,6 +15,7 @@ import torch
 from lamina.compute.device.base import Array, Carrier, ExchangedRows, Floats, Partial
 from lamina.compute.local_memory import LocalShare
 from lamina.compute.mail import Mail
+from lamina.compute.scratch import ScratchShare
 from lamina.core.heads import WHOLE, HeadShards
 from lamina.core.steps import StepPlan
 from lamina.core.types import AttentionSpec, Overlap, Segment
@@ -81,6 +82,7 @@ class StepExchange:
         shards: HeadShards = WHOLE,
         share: LocalShare | None = None,
         rank: Rank = ONLY,
+        scratch: ScratchShare | None = None,
     ) -> None:
         """Plan the exchange.
 
@@ -94,6 +96,7 @@ class StepExchange:
             shards: the heads' shards, over all ranks of the replica.
             share: the part of the step in this worker's own memory.
             rank: this worker's place in the replica. Tensors have its heads only.
+            scratch: the step's prompts in this worker's scratch memory.
         """
         self.rows = rows
         self._shards = own = shards.of_rank(rank.count)
@@ -104,7 +107,10 @@ class StepExchange:
         self._dtype = carrier.dtype
         self._total = sum(len(step.tokens) for step in plan.sequences)
         self._chunks = _plan_chunks(plan)
-        self._share = share
+        self._share, self._scratch = share, scratch
+        self._kept_rows: slice | torch.Tensor = slice(None)  # of a chunks' partial, those that attend to scratch memory
+        if scratch is not None and self._chunks is not None and len(scratch.queries) < len(self._chunks.rows):
+            self._kept_rows = torch.from_numpy(np.searchsorted(self._chunks.rows, scratch.queries))
         self._share_arrays: tuple[Array, Array] | None = None
         self._share_partial: Partial | None = None  # the same as tensors
         workers = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
@@ -208,11 +214,19 @@ class StepExchange:
             message.lay_out(at, arrays)
             at += piece.rows * nbytes
 
-    def attend_chunks(self, spec: AttentionSpec, output: SliceOutput) -> Partial | None:
-        """Attend prompt chunks to themselves. Returns a partial for each of their rows; None if the step has none."""
+    def attend_chunks(self, index: int, spec: AttentionSpec, output: SliceOutput) -> Partial | None:
+        """Attend prompt chunks to themselves, and to the tokens before them in scratch memory.
+
+        Returns a partial for each of their rows; None if the step has none.
+        """
         if self._chunks is None:
             return None
-        return self._carrier.attend(output, self._chunks.rows, self._chunks.segments, spec)
+        out, lse = self._carrier.attend(output, self._chunks.rows, self._chunks.segments, spec)
+        if self._scratch is not None:
+            before = self._scratch.attend(index, *(each[: self._total] for each in self._carrier.lent(output)))
+            if before is not None:
+                _merge_rows(out, lse, self._kept_rows, *map(self._carrier.borrowed, before))
+        return out, lse
 
     def attend_here(self, index: int, output: SliceOutput) -> bool:
         """Append k and v to this worker's own memory, and attend to it; ``gather`` merges the result.
@@ -273,6 +287,17 @@ def _plan_chunks(plan: StepPlan) -> LocalChunks | None:
     bounds, start = np.array(offsets, np.int32), np.array(starts, np.int32)
     # The chunk's own k and v serve as its slab: row r of the step is slot r.
     return LocalChunks(SegmentTable(bounds, start, bounds, start, indices.astype(np.int32)), indices)
+
+
+def _merge_rows(
+    out: torch.Tensor, lse: torch.Tensor, rows: slice | torch.Tensor, more: torch.Tensor, sums: torch.Tensor
+) -> None:
+    """Merge a partial of ``rows``, (more, sums), into (out, lse). No row of ``lse`` is -inf."""
+    rows = rows if isinstance(rows, slice) else rows.to(out.device)
+    own = lse[rows]
+    both = torch.logaddexp(own, sums)
+    out[rows] = out[rows] * (own - both).exp_()[..., None] + more * (sums - both).exp_()[..., None]
+    lse[rows] = both
 
 
 def _shards_of(rows: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:

@@ -232,7 +232,7 @@ class StepRun:
             timeline.record_span("attention", lane, begun)
         if exchange.local_rows:
             begun = timeline.now()
-            self._chunks = exchange.attend_chunks(spec, output)
+            self._chunks = exchange.attend_chunks(index, spec, output)
             timeline.record_span("chunk attention", lane, begun)
         following = self._stages[index + 1]
         if following != self._replica.number:

@@ -22,6 +22,7 @@ from lamina.compute.loading import load, load_tokenizer
 from lamina.compute.local_memory import LocalMemory
 from lamina.compute.mail import Mail
 from lamina.compute.ranks import EpochEndingError, RankWait, SliceOrder
+from lamina.compute.scratch import Scratch
 from lamina.compute.sequences import Sequences
 from lamina.compute.step import AHEAD_SLICE_S, Replica, StepRun
 from lamina.control.messages import (
@@ -77,8 +78,10 @@ class ComputeWorker(WorkerLoop):
         memory: LocalMemory | None,
         links: Links,
         connect: Connect,
+        scratch: Scratch | None = None,
     ) -> None:
         """``sums``: all-reduce over the ranks of the stage. ``memory``: KV in the worker's own memory, if it has any.
+        ``scratch``: K and V of running prompts.
 
         All ranks of a stage run the same slices and draw the same tokens; rank 0 reports to the engine.
         """
@@ -109,7 +112,7 @@ class ComputeWorker(WorkerLoop):
             )
         grammars = Grammars(lambda: load_tokenizer(control, setup), setup.eos_token_ids)
         self._sequences = Sequences(grammars, setup.eos_token_ids, sums.agree)
-        self._memory = memory
+        self._memory, self._scratch = memory, scratch
         self._whole = None if memory is None else runner.recorded_steps(memory.store.device)
         if self._whole is not None:
             self._whole.reserve(min(setup.sequences, setup.rows))
@@ -203,6 +206,8 @@ class ComputeWorker(WorkerLoop):
         self._recalled = False
         if self._memory is not None:
             self._memory.store.truncate(message.kept)
+        if self._scratch is not None:
+            self._scratch.clear()
         self._replica = self._replica.within(topology, self._control.name)
         self._fence.begin_epoch(topology)
 
@@ -328,19 +333,22 @@ class ComputeWorker(WorkerLoop):
 
     def _release(self, sequences: Sequence[int]) -> None:
         self._sequences.forget(sequences)
-        if self._memory is not None:
-            self._memory.store.release(sequences)
+        for store in (one.store for one in (self._memory, self._scratch) if one is not None):
+            store.release(sequences)
         if self._lender is not None:
             self._lender.end_moves(sequences)
 
     def _apply_plan(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
         check_placements(plan, self._shards)
+        if self._scratch is not None:
+            self._scratch.store.release(plan.released)
         if self._lender is not None and self._memory is not None and not self._replica.begins(plan):
             self._lender.apply_plan(plan, self._memory.store.apply(plan))
             self._sequences.apply_part(plan)
             return
         share = None if self._memory is None else self._memory.apply_plan(plan)
+        kept = None if self._scratch is None else self._scratch.apply_plan(plan)
         if self._lender is not None:
             self._lender.apply_plan(plan)
         self._sequences.apply_plan(plan)
@@ -354,7 +362,7 @@ class ComputeWorker(WorkerLoop):
         rows = self._runner.padded(sum(len(step.tokens) for step in plan.sequences))
         segments, shards = self._sequences.segments, self._shards
         exchange = StepExchange(
-            plan, segments, self._mail, self._overlap, self._runner, rows, shards, share, self._rank
+            plan, segments, self._mail, self._overlap, self._runner, rows, shards, share, self._rank, kept
         )
         if lane.workspace.rows != rows:
             lane.workspace = Workspace(rows)
@@ -380,9 +388,10 @@ def build(
     device = make(control.device)
     ranks = device.sums(Rank(setup.rank, setup.ranks), setup.meeting)
     runner, shards = load(control, setup, device, ranks)
+    scratch = Scratch.allocate(control, runner) if setup.scratch else None
     memory = LocalMemory(control, Rank(setup.rank, setup.ranks)) if setup.local else None
     links, connect = set_up_links(control, resources, device.inboxes, open_endpoint)
-    worker = ComputeWorker(control, setup, device, ranks, runner, shards, memory, links, connect)
+    worker = ComputeWorker(control, setup, device, ranks, runner, shards, memory, links, connect, scratch)
     control.send(Connected())
     return worker
 

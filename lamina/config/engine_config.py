@@ -22,6 +22,7 @@ from lamina.core.types import (
     Partition,
     Pipelining,
     Polling,
+    PromptAttention,
     Quantization,
     ReasoningParserName,
     ToolCallParser,
@@ -190,6 +191,18 @@ class EngineConfig:
             group="Pools",
         ),
     ] = None
+    prompt_attention: Annotated[
+        PromptAttention,
+        Meaning(
+            "Which workers attend to the earlier chunks of a long prompt. memory: memory workers, so that several "
+            "replicas or stages can run chunks of it at once. compute: the replica that runs it, which keeps a copy of "
+            "its KV until its last chunk while memory workers only store the KV. The copies take at most a tenth of "
+            "the free memory, or half on a GPU without other KV; prompts without room use memory workers. auto: "
+            "compute if one replica of one stage runs all prompts, and it does not decode, or it is on GPUs and memory "
+            "workers are on CPUs.",
+            group="Scheduling",
+        ),
+    ] = "auto"
     slo_ttft_ms: Annotated[
         int | None,
         Meaning(

@@ -39,6 +39,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
         quantization: type to which the weights of linear layers are quantised.
         activation_dtype: element type of the inputs of linear layers whose weights are held as codes.
         gpu_share: share of a GPU's memory that all its processes together may use.
+        scratch: True if a MemorySetup follows once the model is loaded, for scratch memory of prompts.
     """
 
     model: str
@@ -62,6 +63,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     quantization: Quantization = "none"
     activation_dtype: ActivationDType = "auto"
     gpu_share: float = 1.0
+    scratch: bool = False
 
 
 class MemorySetup(msgspec.Struct, tag=True, frozen=True):

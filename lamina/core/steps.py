@@ -54,12 +54,16 @@ class SequenceStep(msgspec.Struct, array_like=True, frozen=True, gc=False):
     A token that is still being drawn when the step is planned is ``LAST_DRAWN``. ``draws`` names the sequences for
     which a next token is drawn from the last row (several right after a prompt with n > 1 completions, none before the
     last chunk of a prompt).
+
+    ``scratch``: all tokens before this chunk of a prompt are in scratch memory of the replica that runs it, which
+    attends to them; memory workers only store the chunk (``lamina.compute.scratch``).
     """
 
     sequence: int
     start: int
     tokens: list[int]
     draws: list[int]
+    scratch: bool = False
 
     @property
     def stop(self) -> int:

@@ -54,6 +54,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
         name: never used again for another worker.
         kind: kind of its device.
         capacity: token slots. A compute worker that has some is in both pools.
+        scratch: tokens that its scratch memory holds (``lamina.compute.scratch``).
     """
 
     name: str
@@ -61,6 +62,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     host: str
     capacity: int = 0
+    scratch: int = 0
 
     @property
     def roles(self) -> frozenset[Role]:
@@ -92,6 +94,12 @@ class Topology(msgspec.Struct, frozen=True):
         """The compute workers of each replica, by their numbers in the pipeline."""
         computes, count = self.computes, self.pipeline.workers
         return tuple(computes[first : first + count] for first in range(0, len(computes), count))
+
+    @property
+    def scratch(self) -> tuple[tuple[str, int], ...]:
+        """By replica, the name of its first compute worker and the tokens that its scratch memory holds."""
+        tokens = {member.name: member.scratch for member in self.members}
+        return tuple((each[0], min(tokens[name] for name in each)) for each in self.replicas)
 
     @property
     def capacities(self) -> dict[str, int]:

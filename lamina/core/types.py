@@ -96,6 +96,9 @@ TransportName = Literal["auto", "shm", "rdma", "tcp"]
 Polling = Literal["auto", "device", "host"]
 """Setting of who polls for messages to a memory worker on a GPU: the GPU itself, or the host."""
 
+PromptAttention = Literal["auto", "memory", "compute"]
+"""Setting of which workers attend to the earlier chunks of a prompt."""
+
 Balance = Literal["auto", "off", "bandwidth", "throughput", "ledger"]
 """Setting of the policy of ``lamina.kv.balancing`` that moves KV; "off": none; "auto": see ``policy_for`` there."""
 

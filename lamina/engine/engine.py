@@ -111,6 +111,7 @@ class Engine:
             step_bound_s=None if config.slo_tbt_ms is None else config.slo_tbt_ms / 1e3,
             balance=policy_for(config.balance, topology, config.partition),
             window=cluster.window if config.prefix_cache else 0,
+            scratch=topology.scratch,
         )
         self._scheduler = self._turn.scheduler
         self._scheduler.recall(cluster.recalled)
@@ -298,7 +299,8 @@ class Engine:
         disks, scaling = self._scheduler.disks, self._scaling.stats
         found = (prefixes.queried, prefixes.hit, self._placement.stats, disks.spilled, disks.fetched, scaling)
         stats = EngineStats(*counts, usage, dead, members.watch.silent, members.states, links, *found)
-        return dataclasses.replace(stats, roles=members.topology.lane_roles, handovers=self._scheduler.handovers)
+        roles, scratch = members.topology.lane_roles, self._scheduler.scratch.used
+        return dataclasses.replace(stats, roles=roles, handovers=self._scheduler.handovers, scratch=scratch)
 
     def timeline(self) -> dict[str, list[Span]]:
         """Return what workers did in a window of the last seconds, by name, and ask them for a new window.

@@ -117,6 +117,7 @@ class EngineStats:
         scaling: Pools that scale by load.
         roles: What the lanes of each compute worker run: "prefill", "decode" or "both".
         handovers: Requests that went from a replica that only runs prompts to one that decodes.
+        scratch: Tokens reserved in scratch memory of compute workers for running prompts.
     """
 
     running: int
@@ -138,6 +139,7 @@ class EngineStats:
     scaling: Mapping[str, ScalingStats] = field(default_factory=dict)
     roles: Mapping[str, str] = field(default_factory=dict)
     handovers: int = 0
+    scratch: int = 0
 
 
 class StatsOf(msgspec.Struct, tag=True, frozen=True):

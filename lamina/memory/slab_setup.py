@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -19,16 +20,31 @@ from lamina.memory.disk_tier import Tier, open_tier
 from lamina.memory.store import KvStore
 
 
-def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple[KvStore, Tier | None, MemorySetup]:
+def _all_of(setup: MemorySetup) -> MemorySetup:
+    return setup
+
+
+def make_store(
+    control: ControlClient,
+    resources: contextlib.ExitStack,
+    part: Callable[[MemorySetup], MemorySetup] = _all_of,
+    name: str = "",
+) -> tuple[KvStore, Tier | None, MemorySetup]:
     """Receive the engine's Reserve and MemorySetup, make the KV slab and its disk tier, and report SlabReady.
 
-    ``resources`` closes the disk tier. Raises ConfigError, WorkerError.
+    Args:
+        resources: Closes the disk tier.
+        part: Returns the setup of the part of all attentions that the slab is for.
+        name: Name by which segments refer to the slab, if it is not the worker's.
+
+    Raises ConfigError, WorkerError.
     """
-    _reserve(control, expect(control, Reserve))
-    setup = expect(control, MemorySetup)
+    asked = expect(control, Reserve)
+    _reserve(control, msgspec.structs.replace(asked, setup=part(asked.setup)))
+    setup = part(expect(control, MemorySetup))
     setup = msgspec.structs.replace(setup, polling=polling_of(control, setup.polling))
     try:
-        store = KvStore(control.name, setup, control.device)
+        store = KvStore(name or control.name, setup, control.device)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

@@ -260,6 +260,9 @@ class Metrics:
         yield CounterMetricFamily(
             "lamina_handovers", "Requests that went from a worker for prompts to one that decodes.", stats.handovers
         )
+        yield GaugeMetricFamily(
+            "lamina_scratch_tokens", "Tokens reserved on compute workers for attention of prompts.", stats.scratch
+        )
         parked = CounterMetricFamily(
             "lamina_parked", "Messages that waited until K and V of earlier chunks were stored.", labels=["worker"]
         )

@@ -190,13 +190,16 @@ class PromptBatch:
                 del self._owners[one]
         return shared
 
-    def lendable(self, budget: int) -> Owner | None:
+    def lendable(self, budget: int, stays: Callable[[Group, Completion], bool]) -> Owner | None:
         """Return the oldest prompt of which another lane may run the next ``budget`` tokens.
 
-        The last chunk, which draws, and tokens generated before their KV was dropped run in the prompt's own lane.
+        The last chunk, which draws, and tokens generated before their KV was dropped run in the prompt's own lane, and
+        so do all chunks of prompts for which ``stays`` is true.
         """
         for one, group in self._owners.items():
-            if not group.forked and one.left > budget and one.cached + budget <= group.prompt_length:
+            if group.forked or stays(group, one):
+                continue
+            if one.left > budget and one.cached + budget <= group.prompt_length:
                 return group, one
         return None
 

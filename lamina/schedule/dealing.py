@@ -239,7 +239,7 @@ class Dealer:
         if self.active == 1 or self._placement.local or lane.role == "decode":
             return None
         if lane.running or lane.number >= self.active:
-            if chunks and lane.prompts.lendable(self._rows) is not None:
+            if chunks and lane.lendable(self._rows) is not None:
                 self._ready.wake()
             return None
         lenders = (one for one in self._lanes[: self.active] if one is not lane and one.prompts)

@@ -14,6 +14,7 @@ from lamina.kv.placement import Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.schedule.batches import DecodeBatch, PromptBatch
 from lamina.schedule.pace import Pace
+from lamina.schedule.scratch import Room
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +48,7 @@ class Lane:
     number: int = 0
     pace: Pace | None = None  # bounds the time of steps
     role: LaneRole = "both"
+    scratch: Room = field(default_factory=Room)  # for K and V of prompts
     running: dict[Group, None] = field(default_factory=dict)  # all requests
     dealt: dict[Group, None] = field(default_factory=dict)  # requests that no plan has admitted yet
     allowance: int = 0  # prompt tokens that may still be dealt to the lane before its next plan
@@ -77,6 +79,9 @@ class Lane:
             if planned.plan.runs and planned is not next(one for one in self.in_flight if one.plan.runs):
                 raise AssertionError(f"step {step} of lane {planned.plan.lane} was completed before an earlier one")
         self.in_flight.remove(planned)
+        for chunk in planned.plan.chunks:
+            if chunk.scratch and chunk.draws:
+                self.scratch.end(planned.prompted[chunk.draws[0]][0])
         return planned
 
     def rows(self, most: int) -> tuple[DecodeRows, list[SequenceStep], dict[int, Owner]]:
@@ -162,8 +167,13 @@ class Lane:
                 self.prompts_run.append(group)
                 draws = {one.sequence: (group, one) for one in group.draws_after(completion)}
                 drawing |= draws
-            chunks.append(_chunk(group, completion, count, list(draws)))
+            scratch = self.scratch.add_chunk(group, completion, completion.cached - count)
+            chunks.append(_chunk(group, completion, count, list(draws), scratch))
         return chunks, drawing
+
+    def lendable(self, budget: int) -> Owner | None:
+        """Return the prompt of which another lane may run the next ``budget`` tokens; None if there is none."""
+        return self.prompts.lendable(budget, self.scratch.holds)
 
     def borrow(self, lenders: Iterable["Lane"], most: int) -> tuple[SequenceStep, Group] | None:
         """Return the next chunk of a prompt of another lane, at most ``most`` tokens, and its request.
@@ -174,7 +184,7 @@ class Lane:
             budget = most
             if self.pace is not None and lender.prompts:
                 budget = self.pace.budget(self.number, False, lender.prompts, most)
-            if (owner := lender.prompts.lendable(budget)) is not None:
+            if (owner := lender.lendable(budget)) is not None:
                 group, completion = owner
                 lender.prompts.lend(completion, budget)
                 group.lent += 1
@@ -328,10 +338,11 @@ class Lane:
                     placement.free_slots(worker, tokens - kept.get(worker, 0))
 
 
-def _chunk(group: Group, completion: Completion, tokens: int, draws: list[int]) -> SequenceStep:
+def _chunk(group: Group, completion: Completion, tokens: int, draws: list[int], scratch: bool = False) -> SequenceStep:
     """Return the chunk with the last ``tokens`` tokens of a completion that are in planned steps."""
     start = completion.cached - tokens
-    return SequenceStep(completion.sequence, start, group.known_tokens(completion, start, completion.cached), draws)
+    known = group.known_tokens(completion, start, completion.cached)
+    return SequenceStep(completion.sequence, start, known, draws, scratch)
 
 
 def ran(lanes: Iterable[Lane], completion: Completion) -> int:

@@ -43,6 +43,7 @@ from lamina.schedule.moves import Moves
 from lamina.schedule.pace import LEARN, Pace
 from lamina.schedule.policy import FIFO, Policy, rank_of
 from lamina.schedule.recall import Recall
+from lamina.schedule.scratch import Room, Rooms
 from lamina.schedule.suspects import Hold, Holding
 
 
@@ -54,6 +55,7 @@ class Scheduler:
     Attributes:
         rotates: Whether lanes rotate over the replicas.
         dropped: Number of preemptions so far.
+        scratch: Scratch memory of the replicas for K and V of prompts.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Scheduler:
         window: int = 0,
         balance: BalancePolicy | None = None,
         role: Callable[[int], LaneRole] = lambda _: "both",
+        scratch: Sequence[tuple[str, int]] = (),
     ) -> None:
         """Create a scheduler that uses all lanes at first.
 
@@ -83,8 +86,10 @@ class Scheduler:
             window: The largest window of layers that drop the tokens before it; 0 if no layer does.
             balance: Proposes moves of KV between memory workers.
             role: Returns the role of a lane. A request decodes in another lane than a prefill lane.
+            scratch: Scratch memory of the replicas, see ``Topology.scratch``.
         """
         self._role = role
+        self.scratch = Rooms(scratch)
         self.dropped = 0
         self.limits = limits
         self.placement = placement
@@ -121,7 +126,12 @@ class Scheduler:
         prompts = PromptBatch(policy.first_share, None if policy.fair else functools.partial(rank_of, policy))
         allowance = self.limits.max_num_batched_tokens
         pace, role = self._pace_of(number), self._role(number)
-        return Lane(self.placement.longest, number, pace, role, allowance=allowance, prompts=prompts)
+        scratch = self._scratch_of(number)
+        return Lane(self.placement.longest, number, pace, role, scratch, allowance=allowance, prompts=prompts)
+
+    def _scratch_of(self, lane: int) -> Room:
+        """Return the scratch memory for the prompts of a lane; none if it rotates over the replicas."""
+        return Room() if self.rotates else self.scratch.of_lane(lane)
 
     def _pace_of(self, lane: int) -> Pace | None:
         """Return the pace of a lane; None for a prefill lane, in which no sequence decodes."""
@@ -317,7 +327,7 @@ class Scheduler:
             own.shrink(self.placement)
             for owner in own.strike(lost):
                 self._free_completion(*owner)
-        self._role = topology.pipeline.role
+        self._role, self.scratch = topology.pipeline.role, Rooms()
         self._follow(topology, ends_epoch=True)
         self._deal_again()
         remaining = kept(self._lanes, self.prefixes, self.placement.capacities)
@@ -339,6 +349,7 @@ class Scheduler:
         for group in self.disks.on_workers_lost(lost, ends_epoch=ends_epoch):
             self._holding.enqueue_unless_held(group)
         self.prefixes.on_workers_lost(lost)
+        self.scratch.follow(topology.scratch)
         self.placement.apply_topology(topology)
         self.prefixes.on_places_changed()
         self.disks.on_places_changed()
@@ -365,7 +376,9 @@ class Scheduler:
         self._deals_again = False
         for own in self._lanes:
             own.role, own.pace = self._role(own.number), self._pace_of(own.number)
+            own.scratch = self._scratch_of(own.number)
         self._dealer.deal_again(self._role, self._holding.may_run)
+        self.scratch.on_dealt(lambda group: self._lanes[group.lane].scratch)
         self.moves.restart()
         self.placement.stalled.clear()
 
@@ -568,5 +581,6 @@ class Scheduler:
         self.moves.on_completion_released(group, completion)
         self._admissions.note_freed()
         if not group.holders:
+            self.scratch.end(group)
             self.prefixes.release_request(group)
             self._residents.forget_request(group)

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from lamina.control.messages import StepDone
 from lamina.core.pipeline import Pipeline
@@ -117,6 +117,7 @@ class Turn:
         balance: Balance = "off",
         overcommit: float = 1.0,
         window: int = 0,
+        scratch: Sequence[tuple[str, int]] = (),
     ) -> None:
         """Create a turn; other arguments are those of ``Scheduler``.
 
@@ -139,6 +140,7 @@ class Turn:
             window,
             POLICIES[balance]() if balance in POLICIES and placement.moves else None,
             pipeline.role,
+            scratch,
         )
         self.in_flight: dict[int, StepPlan] = {}
         self.busy_s = self.prefill_busy_s = self.between_s = 0.0

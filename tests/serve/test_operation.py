@@ -187,6 +187,7 @@ def test_metrics_say_what_runs_and_how_workers_are_linked(server: Running) -> No
         ("lamina_worker_roles", "compute0", "prefill"): 1,
         ("lamina_worker_roles", "compute1", "decode"): 1,
         ("lamina_handovers_total",): 4,
+        ("lamina_scratch_tokens",): 96,
         ("lamina_parked_total", "memory0"): 2,
         ("lamina_parked_bytes_total", "memory0"): 4096,
         ("lamina_autoscale_load", "memory"): 1.75,

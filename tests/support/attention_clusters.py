@@ -174,7 +174,7 @@ def attend(
     spec = cluster.specs[layer]
     output = SliceOutput(tuple(map(torch.from_numpy, tensors)))
     exchange.send_requests(layer, spec, output)
-    chunks = exchange.attend_chunks(spec, output)
+    chunks = exchange.attend_chunks(layer, spec, output)
     cluster.mail.expect(0, exchange.peers)
     while missing := cluster.mail.missing[0]:
         cluster.mail.receive(cluster.compute.endpoint.wait, missing, TIMEOUT_S)

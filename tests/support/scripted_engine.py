@@ -186,6 +186,7 @@ class FakeEngine:
             workers={"compute0": "serving", "compute1": "serving", "memory0": "serving"},
             roles={"compute0": "prefill", "compute1": "decode"},
             handovers=4,
+            scratch=96,
             placement=PlacementStats(
                 {"memory0": {"chat-1": 5}}, [("memory0", "memory1", 64)], {"memory0": 4096}, 3, 2, 1
             ),

@@ -1,0 +1,89 @@
+"""Decides which prompts keep K and V in scratch memory of their replica (``lamina.compute.scratch``). Pure.
+
+A prompt may if no other request or replica has computed its first tokens, it needs more than one step, and its replica
+has room for all of it. The prompt's chunks then run on that replica, in the prompt's own lane. A prompt that runs
+elsewhere, or after the end of an epoch, continues without scratch memory: memory workers have all of its K and V.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lamina.core.requests import Completion, Group
+
+NOWHERE = -1  # stands for the end of a prompt's tokens in scratch memory that must not be used any more
+
+
+@dataclass(eq=False)
+class Room:
+    """The scratch memory of one replica.
+
+    Attributes:
+        tokens: how many tokens it holds.
+        kept: by prompt: the first tokens that are in scratch memory once planned steps have run.
+    """
+
+    tokens: int = 0
+    kept: dict[Group, int] = field(default_factory=dict)
+    _reserved: dict[Group, int] = field(default_factory=dict)
+
+    @property
+    def used(self) -> int:
+        """Tokens reserved for prompts."""
+        return sum(self._reserved.values())
+
+    def holds(self, group: Group, completion: Completion) -> bool:
+        """True if the next chunk of a prompt will attend to scratch memory."""
+        return not group.forked and self.kept.get(group) == completion.cached
+
+    def add_chunk(self, group: Group, completion: Completion, start: int) -> bool:
+        """Reserve room for a prompt that begins. Return whether its chunk [start, cached) uses scratch memory."""
+        if not self.tokens or group.forked:
+            return False
+        begins = not start and completion.left > 0 and completion.goal <= self.tokens - self.used
+        if group not in self.kept and begins:
+            self.kept[group], self._reserved[group] = 0, completion.goal
+        if self.kept.get(group) != start:
+            return False
+        self.kept[group] = completion.cached
+        return True
+
+    def end(self, group: Group) -> None:
+        """Free what is reserved for a prompt, if anything is: its last chunk has run, or it is released."""
+        if group in self.kept:
+            del self.kept[group], self._reserved[group]
+
+
+class Rooms:
+    """The scratch memory of all replicas."""
+
+    def __init__(self, scratch: Sequence[tuple[str, int]] = ()) -> None:
+        """Begin without prompts. ``scratch``: see ``Topology.scratch``."""
+        self._rooms: list[tuple[str, Room]] = []
+        self.follow(scratch)
+
+    def follow(self, scratch: Sequence[tuple[str, int]]) -> None:
+        """Adapt to other replicas; those that stay keep their prompts. ``scratch``: see ``Topology.scratch``."""
+        known = dict(self._rooms)
+        self._rooms = [(name, known.get(name) or Room(tokens)) for name, tokens in scratch]
+
+    def of_lane(self, lane: int) -> Room:
+        """Return the scratch memory of a lane that stays on one replica."""
+        return self._rooms[lane % len(self._rooms)][1] if self._rooms else Room()
+
+    def on_dealt(self, room_of: Callable[[Group], Room]) -> None:
+        """Let prompts that were dealt to other replicas continue without scratch memory.
+
+        Their tokens stay reserved until they are released, since no plan tells the first replica to forget them.
+        """
+        for _, room in self._rooms:
+            room.kept |= {group: NOWHERE for group in room.kept if room_of(group) is not room}
+
+    @property
+    def used(self) -> int:
+        """Tokens reserved for prompts on all replicas."""
+        return sum(room.used for _, room in self._rooms)
+
+    def end(self, group: Group) -> None:
+        """Free what is reserved for a request, which is released."""
+        for _, room in self._rooms:
+            room.end(group)
