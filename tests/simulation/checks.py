@@ -103,6 +103,7 @@ def check_quiet(run: "Simulation") -> None:
     require(
         not scheduler._dealer.seats.total and not scheduler._dealer.seats.leaving, "ended sequences still have seats"
     )
+    require(not scheduler.scratch.used, f"{scheduler.scratch.used} tokens of scratch memory are reserved")
     placement, prefixes = scheduler.placement, scheduler.prefixes
     for place in placement.capacities:
         left = placement.reserved[place], placement.returning[place], placement.sequences[place]
@@ -135,6 +136,8 @@ def check_quiet(run: "Simulation") -> None:
             require(idles, f"{name} has lanes that are not idle")
         if isinstance(worker, ComputeWorker):
             require(not any(lane.steps for lane in worker._lanes), f"{name} has steps")
+            kept = 0 if worker._scratch is None else worker._scratch.store.slab.used
+            require(not kept, f"{name} keeps {kept} tokens of prompts in scratch memory")
             require(not worker._sequences, f"{name} knows {len(worker._sequences)} sequences that have ended")
         for peer, channel in _channels(worker).items():
             back = _channels(workers[peer])[name]

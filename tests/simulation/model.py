@@ -87,16 +87,17 @@ class HashRunner(NativeRunner):
     """Runs the slices of one rank of the model, with its heads; the sums of all heads meet in ``sums``.
 
     Args:
+        slices: The slices of its stage.
         sums: Adds tensors up with the other ranks.
         on_slice: Called before each slice, with the tokens of its rows.
     """
 
     contexts: tuple[tuple[Crossing, ...], ...] = (_CONTEXT,) * LAYERS
-    slices = range(LAYERS + 1)
     sinks: Sequence[npt.NDArray[np.float32] | None] = (None,) * LAYERS
 
-    def __init__(self, sums: Sums, on_slice: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, slices: range, sums: Sums, on_slice: Callable[[torch.Tensor], None]) -> None:
         super().__init__(DType.FLOAT32)
+        self.slices = slices
         self._sums, self._on_slice = sums, on_slice
         rank, groups = sums.rank, min(sums.rank.count, KV_HEADS)
         self._queries = _part(QUERY_HEADS, rank.number, rank.count)
@@ -156,9 +157,9 @@ def load(
     control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sums, on_slice: Callable[[torch.Tensor], None]
 ) -> tuple[Runner, HeadShards]:
     """Do what ``compute.loading.load`` does, for this model."""
-    runner = HashRunner(ranks, on_slice)
-    context = runner.padded(setup.rows) * context_nbytes_per_token(runner.attentions, runner.contexts)
     starts = tuple(stage * (LAYERS + 1) // setup.stages for stage in range(setup.stages))
+    runner = HashRunner(range(starts[setup.stage], (*starts, LAYERS + 1)[setup.stage + 1]), ranks, on_slice)
+    context = runner.padded(setup.rows) * context_nbytes_per_token(runner.attentions, runner.contexts)
     control.send(ModelLoaded(list(ATTENTIONS), DType.FLOAT32, 1, VOCABULARY, context, "hash", starts))
     return runner, HeadShards.for_model(ATTENTIONS, setup.head_workers, setup.ranks)
 

@@ -4,6 +4,7 @@ Each seed leaves out some kinds of faults and prefers some sizes of requests ("s
 needs many faults of one kind in a row, or none of another, does not come up where all are always mixed.
 """
 
+import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -139,6 +140,7 @@ def _layout(chance: random.Random) -> Layout:
     jitter = {plane: chance.choice([1.0, 1.0, 20.0, 400.0]) for plane in ("control", "data", "fetch")}
     pace = Pace(chance.choice([0.02, 0.5]), chance.choice([5e-4, 2e-3, 2e-3, 1e-2]))
     knobs = {place: chance.choice(values) for place, values in KNOBS.items()}
+    config = dataclasses.replace(config, prompt_attention=chance.choice(["memory", "auto", "compute", "compute"]))
     return Layout(computes, memories, local, config, jitter, pace, knobs)
 
 
