@@ -5,9 +5,11 @@
 
 Two compute workers and a memory worker on two cores: one compute worker has a core of its own, the other one shares the
 second core with the memory worker. ``together``: both run prompts and decode. ``apart``: the worker with a core of its
-own only runs prompts. ``control``: the worker beside the memory worker decodes alone, while another engine, which
-shares nothing with it but the machine, computes the same prompt on the other core. The first 99th percentile is that of
-requests that decode alone, the second one that beside the prompt; the last column is their ratio.
+own only runs prompts, and keeps K and V of the long prompt in scratch memory until its last chunk. ``apart, no
+scratch``: the memory worker attends to the prompt's earlier chunks instead. ``control``: the worker beside the memory
+worker decodes alone, while another engine, which shares nothing with it but the machine, computes the same prompt on
+the other core. The first 99th percentile is that of requests that decode alone, the second one that beside the prompt;
+the last column is their ratio.
 
 Then, in an engine of its own, a worker that decodes gets the role prefill and back while requests decode. ``change``
 is the time until all workers have their roles, ``longest gap`` the longest time between two tokens of any request
@@ -45,7 +47,7 @@ from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
 from lamina.launch import launch
 
-TOGETHER, APART, CONTROL = "together", "apart", "control"
+TOGETHER, APART, NO_SCRATCH, CONTROL = "together", "apart", "apart, no scratch", "control"
 SHARED = {"memory": "cpu:1", "max_num_seqs": 64, "prefix_cache": True}
 HANDOVERS = 12  # requests whose first two tokens are timed
 PROMPT = 64  # tokens of each
@@ -81,6 +83,7 @@ def settings(way: str, cores: list[int]) -> dict[str, Any]:
     if way == CONTROL:
         return {"compute": "cpu:1", "compute_cores": str(shared), "memory_cores": str(shared)} | SHARED
     pools = {"compute": "cpu:2"} if way == TOGETHER else {"prefill": "cpu:1", "compute": "cpu:1"}
+    pools["prompt_attention"] = "compute" if way == APART else "memory"
     return pools | {"compute_cores": f"{own},{shared}", "memory_cores": str(shared)} | SHARED
 
 
@@ -232,7 +235,9 @@ def _print(ways: dict[str, Figures], changes: Changes) -> None:
         ratio = one.beside_p99 / one.alone_p99
         table.add_row(way, *(f"{value:.1f}" for value in times), f"{one.ttft_s:.1f}", f"{ratio:.2f}")
     console.print(table)
-    console.print(f"p99 beside a prompt, apart over control: {ways[APART].beside_p99 / ways[CONTROL].beside_p99:.2f}")
+    for way in (APART, NO_SCRATCH):
+        share = ways[way].beside_p99 / ways[CONTROL].beside_p99
+        console.print(f"p99 beside a prompt, {way} over control: {share:.2f}")
     for name, value in asdict(changes).items():
         console.print(f"{name.replace('_', ' ')}: {value:.1f}{'' if name.endswith('steps') else ' ms'}")
 
@@ -250,7 +255,7 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         raise SystemExit("error: this process may use one core; the compute workers need one each")
-    runs: dict[str, list[Figures]] = {way: [] for way in (TOGETHER, APART, CONTROL)}
+    runs: dict[str, list[Figures]] = {way: [] for way in (TOGETHER, APART, NO_SCRATCH, CONTROL)}
     turned = list[Changes]()
     with model_directory(args.model) as model:
         for _ in range(args.rounds):
