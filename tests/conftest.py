@@ -1,5 +1,6 @@
 """Fixtures of all tests."""
 
+import atexit
 import gc
 import os
 import signal
@@ -32,14 +33,13 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage again, but only of objects made from now on."""
+    """Collect garbage again, but only of objects made from now on.
+
+    The interpreter's last collection sees all objects: native ones in cycles would count as leaked.
+    """
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    """Let the interpreter's last collection see all objects again: native ones in cycles would count as leaked."""
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)
 
 
 LONG = (
