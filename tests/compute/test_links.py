@@ -13,6 +13,7 @@ from lamina.dataplane.channel import Arrival, Channel
 from lamina.dataplane.leases import SLOTS, ArenaPlan, lease_nbytes
 from tests.support.channels import Station, link
 from tests.support.null_transport import NullEndpoint
+from tests.support.sweep import MANY_EXAMPLES
 
 SLOT, LARGEST = 64 + 64, 400
 PLAN = ArenaPlan(
@@ -213,7 +214,7 @@ attentions = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(MANY_EXAMPLES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
     computes=st.integers(1, 3),
     rotates=st.booleans(),

@@ -2,12 +2,13 @@
 
 from array import array
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.core.requests import Ids, ids_of
 from lamina.core.types import Segment
 from lamina.kv.prefix_tree import Node, PrefixTree
+from tests.support.sweep import MANY_EXAMPLES
 
 
 class BruteForce:
@@ -56,7 +57,7 @@ calls = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@MANY_EXAMPLES
 @given(calls)
 def test_the_tree_has_what_a_dictionary_has_and_evicts_what_was_used_least_recently(calls: list) -> None:
     tree, brute, held = PrefixTree(), BruteForce(), dict[int, Ids]()  # by sequence: its tokens on the worker

@@ -30,6 +30,7 @@ from lamina.schedule.lane import Residents
 from lamina.schedule.limits import Limits
 from lamina.schedule.policy import FIFO
 from tests.support.schedules import client, request
+from tests.support.sweep import MANY_EXAMPLES
 
 PAUSE, PATIENCE = 3, 1
 LIMITS = Limits(max_num_seqs=6, max_num_batched_tokens=6, max_model_len=64)
@@ -259,4 +260,4 @@ class Waiting(RuleBasedStateMachine):
 def test_each_request_waits_in_one_place_and_is_admitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("PAUSE", PAUSE), ("PATIENCE", PATIENCE), ("SHARE", 0), ("MOST_SKIPPED", 3)):
         monkeypatch.setattr(admission, name, value)
-    run_state_machine_as_test(Waiting, settings=settings(max_examples=150, stateful_step_count=60))
+    run_state_machine_as_test(Waiting, settings=settings(MANY_EXAMPLES, stateful_step_count=60))

@@ -5,7 +5,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.core.requests import Completion, Group
@@ -14,6 +14,7 @@ from lamina.core.types import Request
 from tests.support.clusters import Course
 from tests.support.lossy_clusters import LOSSES, Caching
 from tests.support.lossy_clusters import shared_prefix_requests as mixed
+from tests.support.sweep import MANY_EXAMPLES
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
 
@@ -89,7 +90,7 @@ class Searching(Caching):
         return [*self.prompt(index), *self._texts[index][place]]
 
 
-@settings(max_examples=200, deadline=None)
+@MANY_EXAMPLES
 @given(requests=mixed, random=st.randoms(use_true_random=False), course=LOSSES)
 def test_beams_attend_to_their_own_tokens_and_every_slot_comes_back(
     requests: list, random: Random, course: Course

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from lamina.core.pipeline import Pipeline
 from lamina.core.steps import LAST_DRAWN
@@ -14,6 +14,7 @@ from tests.support.clusters import Course
 from tests.support.lossy_clusters import LOSSES, Caching
 from tests.support.lossy_clusters import shared_prefix_requests as mixed
 from tests.support.schedules import request, scheduler
+from tests.support.sweep import MANY_EXAMPLES
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
 
@@ -47,7 +48,7 @@ class Apart(Caching):
             self.handed_over += role == "decode" and bool(plan.decoding.sequences)
 
 
-@settings(max_examples=150, deadline=None)
+@MANY_EXAMPLES
 @given(requests=mixed, course=LOSSES)
 def test_every_request_ends_and_every_slot_comes_back_with_prompts_apart(requests: list, course: Course) -> None:
     """Whatever is shared, evicted, moved, dropped or lost meanwhile."""

@@ -1,11 +1,12 @@
 """The scheduler with cached prefixes, against what every slot of its memory workers holds."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from tests.support.clusters import Course
 from tests.support.lossy_clusters import LOSSES, Caching, shared_prefix_requests
 from tests.support.schedules import LIMITS, plan_of, request, scheduler
+from tests.support.sweep import MANY_EXAMPLES
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
 
@@ -22,7 +23,7 @@ def test_a_request_whose_forks_were_undone_is_released_before_the_next_epoch_end
     cluster.check_ends()
 
 
-@settings(max_examples=200, deadline=None)
+@MANY_EXAMPLES
 @given(requests=shared_prefix_requests, course=LOSSES)
 def test_rows_attend_to_their_own_tokens_and_every_slot_is_free_or_cached_in_the_end(
     requests: list, course: Course

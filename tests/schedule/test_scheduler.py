@@ -7,7 +7,7 @@ from random import Random
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.core.errors import RequestError
@@ -18,11 +18,12 @@ from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
 from tests.support.clusters import MANY, Cluster, Course, courses, requests, turns
 from tests.support.schedules import LIMITS, client, plan_of, request, scheduler
+from tests.support.sweep import MANY_EXAMPLES
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
 
-@settings(max_examples=300, deadline=None)
+@MANY_EXAMPLES
 @given(requests=requests, course=courses(drop=turns(st.integers(0, 20), 8)), spare=st.sampled_from([0, 3, 100]))
 def test_every_request_ends_and_every_slot_comes_back(requests: list, course: Course, spare: int) -> None:
     """Whatever is planned ahead, grows or moves to other memory workers, or is dropped and computed again, and however
@@ -89,7 +90,7 @@ def draw_all(under_test: Scheduler, lane: int, requests: list) -> None:
             under_test.end_completion(group, completion)
 
 
-@settings(max_examples=300, deadline=None)
+@MANY_EXAMPLES
 @given(
     requests=requests,
     lanes=st.integers(1, 5),

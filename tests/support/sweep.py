@@ -4,6 +4,10 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+MANY_EXAMPLES = settings(max_examples=2 * settings().max_examples)
+"""Twice the examples of the profile, for properties of whole schedules."""
 
 
 def sweep(cases: Mapping[str, Any] | Iterable[str], ordinary: Collection[str]) -> list[Any]:
