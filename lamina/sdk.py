@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 Params = SamplingParams | Mapping[str, Any]
 """Sampling parameters, or some of them by name."""
 
-Prompts = str | Iterable[str] | Iterable[int] | Iterable[Iterable[int]]
-"""A text, token ids, or any number of either."""
+Prompts = str | Mapping[str, Any] | Iterable[str | Mapping[str, Any]] | Iterable[int] | Iterable[Iterable[int]]
+"""A text, token ids, or any number of either; also vLLM's ``{"prompt": ...}`` and ``{"prompt_token_ids": ...}``."""
 
 PART = 8192
 """Prompts submitted together: a longer list must not take all places of the engine."""
@@ -89,7 +89,7 @@ class Lamina:
     def generate(
         self,
         prompts: Prompts,
-        sampling_params: Params | Sequence[Params] | None = None,
+        sampling_params: Params | Sequence[Params | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete all prompts, texts or token ids, and return when the last has ended.
@@ -123,7 +123,7 @@ class Lamina:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: Params | Sequence[Params] | None = None,
+        sampling_params: Params | Sequence[Params | None] | None = None,
         use_tqdm: bool = True,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -143,9 +143,9 @@ class Lamina:
                 the model's template, or of the setting ``tool_call_parser``.
             tool_choice: "auto"; "none" (the model is not shown the tools); "required", or a function in the form of
                 OpenAI's API: a grammar enforces calls.
-            response_format: A pydantic model or a JSON schema that answers match. ``parsed`` is then an instance of the
-                model, or the answer's JSON value; None if the answer is cut off, or if the
-                model's validators refuse it.
+            response_format: A pydantic model or a JSON schema that answers match; the schema may also be in the form of
+                OpenAI's API. ``parsed`` is then an instance of the model, or the answer's JSON value; None if the
+                answer is cut off, or if the model's validators refuse it.
 
         Raises:
             RequestError: Also if the template rejects the messages, or has no tools.
@@ -165,7 +165,7 @@ class Lamina:
     def _chats(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: Params | Sequence[Params] | None,
+        sampling_params: Params | Sequence[Params | None] | None,
         tools: Sequence[Mapping[str, Any]] | None,
         tool_choice: str | Mapping[str, Any],
         response_format: "type[BaseModel] | Mapping[str, Any] | None",
@@ -214,7 +214,7 @@ class Lamina:
     async def generate_async(
         self,
         prompts: Prompts,
-        sampling_params: Params | Sequence[Params] | None = None,
+        sampling_params: Params | Sequence[Params | None] | None = None,
     ) -> list[RequestOutput]:
         """Generate in an event loop; cancelling the task cancels the requests."""
         wanted = _prompts_of(prompts)
@@ -309,7 +309,7 @@ class AsyncLamina:
     async def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: Params | Sequence[Params] | None = None,
+        sampling_params: Params | Sequence[Params | None] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] = "auto",
@@ -366,13 +366,13 @@ def _one(given: str | Iterable[int]) -> Prompt:
 
 
 def _params_of(
-    given: Params | Sequence[Params] | None, prompts: int, defaults: Mapping[str, Any]
+    given: Params | Sequence[Params | None] | None, prompts: int, defaults: Mapping[str, Any]
 ) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams | Mapping):
         return [_filled(given or {}, defaults)] * prompts
     if len(given) != prompts:
         raise RequestError(f"{len(given)} sampling_params for {prompts} prompts; give one for all or one per prompt")
-    return [_filled(each, defaults) for each in given]
+    return [_filled(each or {}, defaults) for each in given]
 
 
 def _filled(given: Params, defaults: Mapping[str, Any]) -> SamplingParams:

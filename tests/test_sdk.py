@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from lamina import (
     ConfigError,
@@ -307,6 +308,42 @@ def test_bad_prompts_are_refused_with_the_figures(lamina: Lamina, prompts: objec
         lamina.generate(prompts, GREEDY)  # type: ignore[arg-type]
     assert said in str(caught.value)
     assert_idle(lamina)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        {"prompt_token_ids": [5, 6]},
+        [{"prompt_token_ids": np.array([5, 6])}],
+        ({"prompt": None, "prompt_token_ids": (5, 6)},),
+    ],
+)
+def test_prompts_in_vllm_s_form(lamina: Lamina, prompts: Any) -> None:
+    assert tokens(lamina.generate(prompts, GREEDY)) == tokens(lamina.generate([[5, 6]], GREEDY))
+    assert tokens(lamina.generate({"prompt": "import os"}, GREEDY)) == tokens(lamina.generate("import os", GREEDY))
+    with pytest.raises(RequestError, match="prompt must be a text"):
+        lamina.generate({"prompt": "a", "multi_modal_data": {}}, GREEDY)
+
+
+def test_parameters_may_be_numbers_of_numpy(lamina: Lamina) -> None:
+    given = {"seed": np.int64(5), "temperature": np.float32(0.5), "max_tokens": np.int32(4), "top_p": torch.tensor(0.5)}
+    plain = {"seed": 5, "temperature": 0.5, "max_tokens": 4, "top_p": 0.5}
+    assert tokens(lamina.generate("a", given)) == tokens(lamina.generate("a", plain))
+    several: Any = {
+        "stop_token_ids": [np.int64(3)],
+        "allowed_token_ids": np.array([3, 4]),
+        "logit_bias": {np.int64(3): 1},
+    }
+    wanted = SamplingParams(stop_token_ids=[3], allowed_token_ids=[3, 4], logit_bias={3: 1.0})
+    assert SamplingParams(**several) == wanted
+    fraction: Any = np.float64(4.5)
+    with pytest.raises(ValueError, match=r"max_tokens is 4\.5; give an integer"):
+        SamplingParams(max_tokens=fraction)
+
+
+def test_none_among_several_parameters_stands_for_the_defaults(lamina: Lamina) -> None:
+    first, second = lamina.generate(["a", "b"], [None, {"max_tokens": 2}])
+    assert (len(first.outputs[0].token_ids), len(second.outputs[0].token_ids)) == (16, 2)
 
 
 def test_bad_arguments_are_refused(lamina: Lamina) -> None:

@@ -10,9 +10,18 @@ from typing import Any, Literal
 
 import jsonschema
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
-from lamina import AsyncLamina, FinishReason, Lamina, ModelError, RequestError, SamplingParams, ToolCall
+from lamina import (
+    AsyncLamina,
+    FinishReason,
+    Lamina,
+    ModelError,
+    RequestError,
+    SamplingParams,
+    StructuredOutputs,
+    ToolCall,
+)
 
 SMALL: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_cache_memory_bytes": 32 * 2**20}
 TEMPLATE = (
@@ -107,11 +116,43 @@ def test_calls_are_found_in_the_form_of_the_template(lamina: Lamina) -> None:
             "structured_outputs and the chat's tool_choice or response_format both",
         ),
         ({"response_format": {"not": {}}}, "json cannot be compiled at #"),
+        ({"response_format": "json"}, "response_format: structured_outputs.json is not JSON"),
+        ({"response_format": int}, "response_format: structured_outputs.json is no JSON schema"),
     ],
 )
 def test_chats_that_contradict_themselves_are_refused(lamina: Lamina, given: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestError, match=said):
         lamina.chat(USER, **given)
+
+
+class Picky(BaseModel):
+    text: str = Field(max_length=1)
+
+    @field_validator("text")
+    @classmethod
+    def refuse(cls, text: str) -> str:
+        raise ValueError("never")
+
+
+def test_an_answer_that_cannot_be_an_object_ends_no_other_chat(lamina: Lamina) -> None:
+    (output,) = lamina.chat(USER, {"max_tokens": 100, "temperature": 0.0}, response_format=Picky)
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].content and output.outputs[0].parsed is None
+    (output,) = lamina.chat(USER, {"max_tokens": 100, "stop": ["{"]}, response_format=Picky)
+    assert output.outputs[0].parsed is None
+
+
+def test_a_format_may_have_the_form_of_openai_s_api(lamina: Lamina) -> None:
+    schema: Any = {
+        "type": "object",
+        "properties": {"a": {"enum": [1]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    assert lamina.chat(USER, {"max_tokens": 60}, response_format=wanted)[0].outputs[0].parsed == {"a": 1}
+    params = lamina._chats(USER, None, None, "auto", {"type": "json_object"})[1]
+    assert params[0].structured_outputs == StructuredOutputs(json_object=True)
 
 
 async def test_requests_of_several_tasks_run_together_in_a_running_loop(lamina: Lamina, template: Path) -> None:

@@ -115,7 +115,10 @@ class StructuredOutputs:
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"structured_outputs.json is not JSON: {error}") from None
         if schema is not None:
-            object.__setattr__(self, "json", json.dumps(schema))
+            try:
+                object.__setattr__(self, "json", json.dumps(schema))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"structured_outputs.json is no JSON schema: {error}") from None
             object.__setattr__(self, "json_object", None)
         for name in ("regex", "grammar"):
             if not isinstance(value := getattr(self, name), str | None) or value == "":
@@ -126,6 +129,13 @@ class StructuredOutputs:
             if not all(isinstance(text, str) and text for text in choice):
                 raise ValueError(f"structured_outputs.choice is {_shown(choice)}; give texts that are not empty")
             object.__setattr__(self, "choice", tuple(choice))
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` with Python's numbers for those of NumPy and PyTorch, also in lists."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def require_in_range(name: str, value: Any) -> None:
@@ -238,10 +248,7 @@ class SamplingParams:
     forced_token_ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", [] if stop is None else stop)  # vLLM also allows None
-        object.__setattr__(self, "stop_token_ids", [] if self.stop_token_ids is None else self.stop_token_ids)
-        object.__setattr__(self, "bad_words", [] if self.bad_words is None else self.bad_words)
+        self._make_plain()
         for name in SAMPLING_RANGES:
             if (value := getattr(self, name)) is not None or name not in OPTIONAL_NUMBERS:
                 require_in_range(name, value)
@@ -279,6 +286,15 @@ class SamplingParams:
         self._check_structured_outputs()
         self._check_beam_search()
 
+    def _make_plain(self) -> None:
+        """Replace forms of values that are also accepted: None for lists, as in vLLM, and NumPy's numbers."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", [] if stop is None else stop)
+        object.__setattr__(self, "bad_words", [] if self.bad_words is None else self.bad_words)
+        object.__setattr__(self, "stop_token_ids", [] if self.stop_token_ids is None else self.stop_token_ids)
+        for name in (*SAMPLING_RANGES, "stop_token_ids", "allowed_token_ids"):
+            object.__setattr__(self, name, _plain(getattr(self, name)))
+
     def _check_bias(self) -> None:
         if (allowed := self.allowed_token_ids) is not None:
             self._require_few("allowed_token_ids", allowed, MAX_BIASED_TOKENS, "token ids")
@@ -291,7 +307,8 @@ class SamplingParams:
         if not isinstance(bias, Mapping) or len(bias) > MAX_BIASED_TOKENS:
             raise ValueError(f"logit_bias is {_shown(bias)}; give an object of at most {MAX_BIASED_TOKENS} token ids")
         found = {}
-        for key, value in bias.items():  # JSON's keys are texts
+        for key, value in zip(_plain([*bias]), _plain([*bias.values()]), strict=True):
+            # JSON's keys are texts.
             token = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 12 else key
             _require("logit_bias", token, 0, 2**31 - 1)
             _require("logit_bias", value, -100.0, 100.0)

@@ -89,7 +89,7 @@ def prepare_chat(
     Args:
         tools: Functions that the model may call, as OpenAI's API takes them.
         tool_choice: "auto", "none", "required", or a function as OpenAI's API names it.
-        response_format: A pydantic model or a JSON schema that the answer must match.
+        response_format: A pydantic model or a JSON schema that the answer must match, also as OpenAI's API takes it.
 
     Raises:
         RequestError: The template rejects the messages or uses no tools, a tool or the choice is malformed, or both a
@@ -108,7 +108,10 @@ def prepare_chat(
     if response_format is not None:
         if wanted is not None:
             raise RequestError("tool_choice and response_format both say what the answer must match; give one")
-        plain = StructuredOutputs(json=response_format)
+        try:
+            plain = StructuredOutputs(json=_schema_of(response_format))
+        except ValueError as error:
+            raise RequestError(f"response_format: {error}") from error
         compile_grammar(plain)  # within the grammar of a whole answer, not all that is wrong with a schema is found
         wanted = form.constrain(plain, text)
         read_object = getattr(response_format, "model_validate_json", read_written)
@@ -119,6 +122,15 @@ def prepare_chat(
         form.parser(text, calls_parser(choice, form.tools, shown) if shown else None),
         read_object,
     )
+
+
+def _schema_of(response_format: Any) -> Any:
+    """Return the schema of a ``response_format``, which may have the form of OpenAI's API."""
+    if isinstance(response_format, Mapping) and response_format.get("type") in ("json_object", "json_schema"):
+        within = response_format.get("json_schema")
+        schema = (within if isinstance(within, Mapping) else response_format).get("schema")
+        return {"type": "object"} if schema is None else schema
+    return response_format
 
 
 def _object(text: str) -> dict[str, Any] | None:

@@ -30,9 +30,15 @@ def as_prompts(value: Any) -> list[Prompt]:
 
 
 def plain_prompts(value: Any) -> Any:
-    """Return ``value`` with arrays, tensors, tuples and generators as lists, at any depth; others unchanged."""
+    """Return ``value`` with arrays, tensors, tuples and generators as lists, at any depth; others unchanged.
+
+    Prompts in vLLM's form, ``{"prompt": TEXT}`` or ``{"prompt_token_ids": TOKENS}``, become what they hold.
+    """
     if isinstance(value, str) or _is_tokens(value):
         return value
+    if isinstance(value, Mapping) and value.keys() <= {"prompt", "prompt_token_ids"} and value:
+        tokens = value.get("prompt_token_ids")
+        return plain_prompts(value.get("prompt") if tokens is None else tokens)
     if hasattr(value, "tolist"):  # NumPy's and PyTorch's arrays and numbers
         return value.tolist()
     if isinstance(value, Iterable) and not isinstance(value, Mapping | bytes):
