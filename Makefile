@@ -12,7 +12,7 @@ MAKEFLAGS += --jobs=2
 # Where another build of PyTorch is, such as the small one for CPUs alone: make run TORCH_INDEX=ADDRESS. See README.md.
 TORCH_INDEX ?=
 
-.PHONY: run run-ray test test-all test-gpu test-rdma soak check docs native stubs venv dev clean
+.PHONY: run run-ray test suite test-all test-gpu test-rdma soak check lint types docs native stubs venv dev clean
 
 run: venv
 	$(BIN)/lamina generate --compute cpu:1 --memory cpu:2 --max-tokens 48 --temperature 0.7 --seed 3 \
@@ -27,7 +27,10 @@ run-ray: venv
 # More tests at once than a small machine has cores: for half of their time they wait for processes that they have started.
 PYTEST = $(BIN)/pytest -rs -n 4 --dist loadfile --no-loadscope-reorder
 
-test: check
+# Types are checked beside the suite, which leaves a core idle now and then.
+test: types suite
+
+suite: lint
 	$(PYTEST) -m "not slow"
 
 test-all: check
@@ -50,10 +53,14 @@ soak: dev
 test-rdma: dev
 	tests/rdma/run.sh
 
-check: dev
+check: lint types
+
+lint: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
+
+types: dev
 	$(BIN)/mypy
 
 # The documentation site, in build/site. A broken link, also to a heading or a file, is an error.
