@@ -1,8 +1,10 @@
 """Exports metrics of the engine and its server in the Prometheus text format, collected at each scrape."""
 
+import bisect
+import collections
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, disable_created_metrics, generate_latest
@@ -16,7 +18,20 @@ from lamina.engine.updates import RequestUpdate
 
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15)
+FLUSH_S = 0.25
+"""Time by which the metrics of a request's tokens may lag."""
 REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+
+
+class _Latencies(Histogram):
+    """A histogram that takes many values at once: to add one takes several microseconds."""
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Add ``values``."""
+        self._sum.inc(sum(values))
+        places = collections.Counter(bisect.bisect_left(self._upper_bounds, value) for value in values)
+        for place, count in places.items():
+            self._buckets[place].inc(count)
 
 
 class Traffic:
@@ -36,7 +51,7 @@ class Traffic:
             buckets=FIRST_TOKEN_S,
             registry=registry,
         )
-        self.between_tokens = Histogram(
+        self.between_tokens = _Latencies(
             "lamina_time_between_tokens_seconds",
             "Time between updates of a request, divided by the tokens of one completion in them.",
             buckets=BETWEEN_TOKENS_S,
@@ -62,6 +77,9 @@ class Timing:
         self._traffic = traffic
         self._begun = time.monotonic()
         self._last: dict[int, float] = {}  # by prompt: time of its latest update with tokens
+        self._flushed = self._begun
+        self._gaps: list[float] = []  # times between tokens that ``flush`` will add
+        self._tokens = 0  # generated tokens that ``flush`` will add
         self._ended = set[tuple[int, int]]()
 
     def observe(self, prompt: int, update: RequestUpdate) -> None:
@@ -75,9 +93,12 @@ class Timing:
                 if self.first_token_s is None:
                     self.first_token_s = now - self._begun
             else:
-                traffic.between_tokens.observe((now - last) / most)
+                self._gaps.append((now - last) / most)
             self._last[prompt] = now
-            traffic.generated_tokens.inc(update.tokens)
+            self._tokens += update.tokens
+            if now >= self._flushed + FLUSH_S:
+                self._flushed = now
+                self.flush()
         for completion in update.completions:
             key = prompt, completion.index
             if completion.finish_reason is not None and key not in self._ended:
@@ -85,6 +106,14 @@ class Timing:
                 traffic.completions.labels(completion.finish_reason.value).inc()
         if update.finished:
             traffic.duration.observe(now - self._begun)
+            self.flush()
+
+    def flush(self) -> None:
+        """Add what ``observe`` has gathered to the metrics. Call it when the client has left."""
+        if self._tokens:
+            self._traffic.generated_tokens.inc(self._tokens)
+            self._traffic.between_tokens.observe_all(self._gaps)
+            self._tokens, self._gaps = 0, []
 
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"

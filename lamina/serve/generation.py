@@ -67,6 +67,7 @@ class Generation:
             await unless_disconnected(request, self._read_all(gathered))
         finally:
             self._outputs.close()
+            self.timing.flush()
         return StreamingResponse(self._whole(gathered), media_type="application/json")
 
     def stream(self) -> Response:
@@ -135,6 +136,8 @@ class Generation:
                 failure = as_api_error(error)
                 self.failed = failure.status
                 yield writer.fail_stream(failure)
+            finally:
+                self.timing.flush()
 
 
 async def respond(

@@ -250,6 +250,15 @@ def test_metrics_count_tokens_and_measure_waits(server: Running, stream: bool) -
     }
 
 
+def test_metrics_count_the_tokens_of_a_client_that_leaves(server: Running) -> None:
+    before = traffic(server)
+    body = {"prompt": "hang", "stream": True}
+    with server.http.stream("POST", COMPLETION, json=body) as response:
+        assert next(response.iter_lines()).startswith("data: ")
+    assert server.engine.wait_until(lambda: bool(server.engine.aborted))
+    assert (traffic(server) - before)["lamina_generated_tokens_total"] == 1
+
+
 def test_status_shows_what_a_server_s_metrics_say(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines(server.http.get("/metrics").text) == [
         "requests  1 running, 2 waiting, 3 steps so far",
