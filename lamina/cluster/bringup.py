@@ -6,6 +6,7 @@ to all others are saved: a worker that was joining or leaving when the engine en
 """
 
 import dataclasses
+import functools
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -118,7 +119,7 @@ class Cluster:
         most = max(self.capacities.values())
         return {**self.capacities, **{f"missing{number}": most for number in range(self.missing)}}
 
-    @property
+    @functools.cached_property
     def shards(self) -> HeadShards:
         """How the model's heads are sharded."""
         return HeadShards(max(spec.kv_heads for spec in self.loaded.attentions), self.memory_setup.head_shards)

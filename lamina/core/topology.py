@@ -5,6 +5,7 @@ keeps messages of the two epochs apart. Members that join, and members that leav
 topology within an epoch, since no message in flight has to be dropped.
 """
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Literal
 
@@ -70,7 +71,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
         return frozenset((self.role, "memory")) if self.capacity else frozenset((self.role,))
 
 
-class Topology(msgspec.Struct, frozen=True):
+class Topology(msgspec.Struct, frozen=True, dict=True):
     """Members and pipeline. Compute workers are in the order of ``pipeline``: by replica, then stage, then rank.
 
     The first ``pipeline.prefill`` replicas only run prompts.
@@ -80,11 +81,11 @@ class Topology(msgspec.Struct, frozen=True):
     members: tuple[Member, ...]
     pipeline: Pipeline
 
-    @property
+    @functools.cached_property
     def names(self) -> frozenset[str]:
         return frozenset(member.name for member in self.members)
 
-    @property
+    @functools.cached_property
     def computes(self) -> tuple[str, ...]:
         """The compute workers, by their numbers in the pipeline."""
         return tuple(member.name for member in self.members if member.role == "compute")
@@ -106,12 +107,12 @@ class Topology(msgspec.Struct, frozen=True):
         """Token slots by worker that holds KV."""
         return {member.name: member.capacity for member in self.members if "memory" in member.roles}
 
-    @property
+    @functools.cached_property
     def memories(self) -> tuple[str, ...]:
         """The memory workers, without the compute workers that hold KV too."""
         return tuple(member.name for member in self.members if member.role == "memory")
 
-    @property
+    @functools.cached_property
     def local(self) -> frozenset[str]:
         """The compute workers that hold KV."""
         return frozenset(member.name for member in self.members if member.role == "compute" and member.capacity)
@@ -165,7 +166,7 @@ class Topology(msgspec.Struct, frozen=True):
         left = {role for member in self.members if member.name not in lost for role in member.roles}
         return next((role for role in ("compute", "memory") if role not in left), None)
 
-    @property
+    @functools.cached_property
     def serves(self) -> bool:
         """True if both roles have a member; otherwise requests wait."""
         return self.lacks(()) is None
