@@ -88,6 +88,10 @@ class Joins:
         self._members = topology.names
         self._stale: tuple[type[ToEngine], set[str]] | None = None  # replies to an aborted conversation, to ignore
 
+    def __bool__(self) -> bool:
+        """Return whether a worker is joining."""
+        return bool(self._joiners)
+
     @property
     def stages(self) -> Mapping[str, str]:
         return {name: joiner.stage.name.lower() for joiner in list(self._joiners) for name in joiner.names}
@@ -294,6 +298,10 @@ class Leaves:
     def __init__(self, control: ControlServer, workers: Workers, scheduler: Scheduler) -> None:
         self._control, self._workers, self._scheduler = control, workers, scheduler
         self._leavers: dict[str, Leaver] = {}
+
+    def __bool__(self) -> bool:
+        """Return whether a worker is leaving."""
+        return bool(self._leavers)
 
     @property
     def names(self) -> Collection[str]:

@@ -23,7 +23,7 @@ from lamina.control.messages import (
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import LaminaError, TransportError, UnreachableError, WorkerError
 from lamina.core.topology import Pool, Topology
-from lamina.engine.losses import Ending, Watch
+from lamina.engine.losses import POLL_S, Ending, Watch
 from lamina.engine.pools import Pools
 from lamina.engine.stats import MemoryStats
 from lamina.schedule.recipients import Recipients
@@ -117,6 +117,7 @@ class Members:
         self.watch = Watch(control, workers, turn, topology)
         self.usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
         self.recoveries = self.recomputed = 0
+        self._turned = -POLL_S  # when ``turn`` last advanced the pools
         self._behind = set[str]()  # whose disks are too slow, as was logged
         self._changes = 0  # of the topology within epochs
         self._ending: Ending | None = None  # workers are lost, and the others still have to end the epoch
@@ -150,9 +151,14 @@ class Members:
         return self._ending is None
 
     def turn(self) -> None:
-        """Advance workers that join or leave, and save how many workers the pools are to have if that has changed."""
-        if self.pools is None:
+        """Advance workers that join or leave, and save how many workers the pools are to have if that has changed.
+
+        While the pools are calm, that happens every ``POLL_S``: workers of other machines may want to join or leave.
+        """
+        now = self._control.liveness.awake_s
+        if self.pools is None or (self.pools.is_calm and self.is_steady and now < self._turned + POLL_S):
             return
+        self._turned = now
         self.pools.turn(steady=self.is_steady)
         if self.pools.wanted != self._saved_sizes:
             self._record.save_again()

@@ -307,6 +307,12 @@ class Pools:
 
     # -- every turn of the engine
 
+    @property
+    def is_calm(self) -> bool:
+        """True if no worker joins, leaves, changes its role or is to be replaced."""
+        changes = self._joins or self._leaves or self._turning or self._replacements or self._turn.is_paused
+        return not changes and self.topology.serves
+
     def handle_member_message(self, worker: str, message: ToEngine) -> bool:
         """Handle a worker's message about joins and topology changes; return False for other messages."""
         if isinstance(message, Changed):

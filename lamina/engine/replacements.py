@@ -49,6 +49,10 @@ class Replacements:
         self._due: list[tuple[float, Pool, Kinds]] = []  # when to start workers
         self._vacant: list[_Vacancy] = []  # to be filled by workers of other machines
 
+    def __bool__(self) -> bool:
+        """Return whether a lost worker is to be replaced."""
+        return bool(self._due or self._vacant)
+
     def may_restart(self, role: Role) -> bool:
         """Return whether this engine starts workers for lost ones."""
         return self._restarts[role].most > 0
