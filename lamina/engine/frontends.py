@@ -53,6 +53,7 @@ MOST_AT_ONCE = 64  # prompts of one message queued before other messages are han
 POLL_MS = 100
 WELCOME_MS = 5  # between two attempts to reach a frontend that has not connected yet
 CLOSE_TIMEOUT_S = 5.0
+_MORE = zmq.NOBLOCK | zmq.SNDMORE
 
 
 @dataclass(eq=False)
@@ -366,7 +367,8 @@ class Frontends:
             return False
         try:
             with self._lock:
-                self._answers.send_multipart([member.name.encode(), self._encoder.encode(message)], zmq.NOBLOCK)
+                self._answers.send(member.name.encode(), _MORE)
+                self._answers.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             self._lose(member, f"it has not taken {MOST_UNSENT} messages")
         except zmq.ZMQError as error:
