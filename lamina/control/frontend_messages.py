@@ -188,9 +188,16 @@ class RequestTokens(msgspec.Struct, array_like=True, gc=False):
 
 
 class AnswerBatch(msgspec.Struct, tag=True):
-    """Engine to frontend: the new tokens of one turn."""
+    """Engine to frontend: the new tokens of one turn.
+
+    Attributes:
+        news: New tokens of requests.
+        plain: Tokens with which nothing else is to be said of their requests: the number of the request, the index of
+            the completion, and the token, of one after another. They precede ``news``.
+    """
 
     news: list[RequestTokens]
+    plain: list[int] = []
 
 
 class Stopped(msgspec.Struct, tag=True, frozen=True):

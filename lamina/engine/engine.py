@@ -36,7 +36,7 @@ from lamina.engine.scaling import Scaling
 from lamina.engine.stats import EngineStats, PlacementView
 from lamina.engine.streams import Submission
 from lamina.engine.tracking import TrackedRequest
-from lamina.engine.updates import OnTokens, OnUpdate, Reading, as_run
+from lamina.engine.updates import OnToken, OnTokens, OnUpdate, Reading, as_run
 from lamina.kv.balancing import policy_for
 from lamina.kv.stripes import placement
 from lamina.models.directory import ModelDirectory, sampling_defaults
@@ -165,7 +165,8 @@ class Engine:
         request = as_run(asked, self.tokenizer, self.max_model_len)
         if request is not asked:
             self._validate(request.prompt_token_ids, request.params)
-        self._queue(request, Reading(asked, self.tokenizer, on_update, self.end_completion).on_update)
+        reading = Reading(asked, self.tokenizer, on_update, self.end_completion)
+        self._queue(TrackedRequest(request, self.tokenizer.eos_token_ids, reading.on_update))
 
     def submit_all(self, submissions: Sequence[Submission], client: Client = NOBODY) -> None:
         """Queue several requests atomically: if one is rejected, none is queued. Errors are those of ``submit``."""
@@ -187,6 +188,7 @@ class Engine:
         seed: int,
         drawn: Drawn | None = None,
         again: bool = False,
+        on_token: OnToken | None = None,
     ) -> None:
         """Queue a request whose caller detokenizes and matches stop strings itself.
 
@@ -196,10 +198,12 @@ class Engine:
             seed: Seed of the draws if the parameters have none.
             drawn: Tokens generated before an engine restart; generation continues after them.
             again: True if an earlier engine accepted the request. The limit on queued requests is then not applied.
+            on_token: Gets tokens at once if nothing else is new, instead of ``on_tokens``; see ``TrackedRequest``.
 
         Raises what ``submit`` raises.
         """
-        self._queue(self._request(request_id, None, tokens, params, client, seed), on_tokens, drawn, again)
+        request = self._request(request_id, None, tokens, params, client, seed)
+        self._queue(TrackedRequest(request, self.tokenizer.eos_token_ids, on_tokens, drawn, on_token), again)
 
     def new_seed(self) -> int:
         """Return a fresh sampling seed for requests that give none."""
@@ -217,8 +221,8 @@ class Engine:
         check_token_params(params, self.vocab_size, self.tokenizer)
         check_beams(params, self.vocab_size, self.tokenizer.eos_token_ids)
 
-    def _queue(self, request: Request, on_tokens: OnTokens, drawn: Drawn | None = None, again: bool = False) -> None:
-        tracked = TrackedRequest(request, self.tokenizer.eos_token_ids, on_tokens, drawn)
+    def _queue(self, tracked: TrackedRequest, again: bool = False) -> None:
+        request = tracked.request
         request_id = request.request_id
         with self._lock:
             self._require_alive()
@@ -419,10 +423,11 @@ class Engine:
                 self._compare(tracked, group, completion, draw)
                 continue
             completion.generated.append(draw.token)
-            self._touched[tracked] = None
             tracked.group = group
             if tracked.append(completion, draw):
                 self._scheduler.end_completion(group, completion)
+            if tracked.has_news:
+                self._touched[tracked] = None
         for sequence in done.undrawable:
             if sequence in drawn:
                 group, _ = drawn[sequence]

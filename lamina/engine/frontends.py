@@ -44,7 +44,7 @@ from lamina.engine.engine import Engine
 from lamina.engine.live_timeline import TimelineOf
 from lamina.engine.lives import LivesOf
 from lamina.engine.stats import StatsOf
-from lamina.engine.updates import OnTokens, TokenUpdate
+from lamina.engine.updates import OnToken, OnTokens, TokenUpdate
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,8 @@ class _Member:
         name: Name of the frontend.
         resumed: Whether its ``Resume`` has arrived.
         running: Its requests that have not ended, by its own numbers.
-        news: New tokens of this turn. Only the engine's thread writes them.
+        news: News of this turn. Only the engine's thread writes them.
+        plain: Tokens of this turn of which nothing else is new, as in ``AnswerBatch``. The same thread writes them.
         lost: Why it cannot be reached; None if it can.
     """
 
@@ -72,6 +73,7 @@ class _Member:
     resumed: bool = False
     running: set[int] = field(default_factory=set)
     news: list[RequestTokens] = field(default_factory=list)
+    plain: list[int] = field(default_factory=list)
     lost: str | None = None
 
     def request_id(self, number: int) -> str:
@@ -260,7 +262,7 @@ class Frontends:
         drawn = {index: unpack_tokens(tokens) for index, tokens in one.drawn.items()}
         begun = any(drawn.values()) or len(drawn) < one.params.n
         member.running.add(one.request)
-        receive = self._receiver(member, one.request)
+        receive, receive_plain = self._receivers(member, one.request)
         try:
             self._engine.submit_tokens(
                 member.request_id(one.request),
@@ -271,6 +273,7 @@ class Frontends:
                 one.seed,
                 drawn if begun else None,
                 again=True,
+                on_token=receive_plain,
             )
         except LaminaError as error:
             member.running.discard(one.request)
@@ -301,7 +304,7 @@ class Frontends:
                 number = submission.numbers[place]
                 params = message.params[place if len(message.params) > 1 else 0]
                 member.running.add(number)
-                receive = self._receiver(member, number)
+                receive, receive_plain = self._receivers(member, number)
                 self._engine.submit_tokens(
                     member.request_id(number),
                     unpack_tokens(message.prompts[place]),
@@ -309,6 +312,7 @@ class Frontends:
                     receive,
                     message.client,
                     message.seeds[place],
+                    on_token=receive_plain,
                 )
                 submission.queued += 1
                 if number in submission.aborted:
@@ -335,21 +339,24 @@ class Frontends:
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
-    def _receiver(self, member: _Member, number: int) -> OnTokens:
+    def _receivers(self, member: _Member, number: int) -> tuple[OnTokens, OnToken]:
         def receive(update: TokenUpdate) -> None:
             if update.finished:
                 member.running.discard(number)
             news = RequestTokens(number, update.completions, update.finished, update.error, update.cached_tokens)
             member.news.append(news)
 
-        return receive
+        def receive_plain(index: int, token: int) -> None:
+            member.plain += (number, index, token)
+
+        return receive, receive_plain
 
     def _flush(self) -> None:
         """Send this turn's new tokens to all frontends."""
         for member in list(self._members.values()):
-            if member.news:
-                news, member.news = member.news, []
-                self._send(member, AnswerBatch(news))
+            if member.news or member.plain:
+                batch, member.news, member.plain = AnswerBatch(member.news, member.plain), [], []
+                self._send(member, batch)
         if (reason := self._engine.dead) is not None and not self._told_of_death:
             self._told_of_death = True
             self._on_death(reason)

@@ -78,11 +78,19 @@ _DECODER = msgspec.msgpack.Decoder(
 
 @dataclass(eq=False, slots=True)
 class _Asked:
-    """A request that has not ended, as sent to the engine. ``drawn``: Tokens received so far, by completion."""
+    """A request that has not ended, as sent to the engine.
+
+    Attributes:
+        request: What the engine runs.
+        reading: Makes text of its tokens.
+        drawn: Tokens received so far, by completion.
+        cached_tokens: Tokens of its prompt that were found in the prefix cache, as far as is known.
+    """
 
     request: Request
     reading: Reading
     drawn: list[list[int]]
+    cached_tokens: int = 0
 
     def resumed(self, number: int) -> Resumed | None:
         """Return the message with which a new engine continues the request; None if all completions have ended."""
@@ -311,14 +319,7 @@ class RemoteEngine:
         self, message: Welcome | Submitted | AnswerBatch | Stopped | StatsOf | TimelineOf | LivesOf | Scaled
     ) -> None:
         if isinstance(message, AnswerBatch):
-            for one in message.news:
-                if (asked := self._asked.get(one.request)) is not None:
-                    for part in one.completions:
-                        asked.drawn[part.index] += part.token_ids
-                    if one.finished:
-                        self._forget([one.request])
-                    update = TokenUpdate(one.completions, one.finished, one.error, one.cached_tokens)
-                    self._read(one.request, asked, update)
+            self._read_all(message)
         elif isinstance(message, Submitted):
             self._resolve(message.first, message)
         elif isinstance(message, StatsOf):
@@ -333,6 +334,22 @@ class RemoteEngine:
             self._end(message.reason)
         elif message.incarnation != self._incarnation:
             self._resume(message.incarnation)
+
+    def _read_all(self, batch: AnswerBatch) -> None:
+        plain = iter(batch.plain)
+        for number, index, token in zip(plain, plain, plain, strict=True):
+            if (asked := self._asked.get(number)) is not None:
+                asked.drawn[index].append(token)
+                completions = [CompletionTokens(index, [token])]
+                self._read(number, asked, TokenUpdate(completions, False, None, asked.cached_tokens))
+        for one in batch.news:
+            if (asked := self._asked.get(one.request)) is not None:
+                asked.cached_tokens = one.cached_tokens
+                for part in one.completions:
+                    asked.drawn[part.index] += part.token_ids
+                if one.finished:
+                    self._forget([one.request])
+                self._read(one.request, asked, TokenUpdate(one.completions, one.finished, one.error, one.cached_tokens))
 
     def _resume(self, incarnation: int) -> None:
         """Send all unfinished requests to a new engine."""

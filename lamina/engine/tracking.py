@@ -10,7 +10,7 @@ from lamina.core.outputs import FinishReason, Logprob
 from lamina.core.requests import Completion, Drawn, Group
 from lamina.core.sampling import SamplingParams
 from lamina.core.types import Request
-from lamina.engine.updates import OnTokens, TokenUpdate
+from lamina.engine.updates import OnToken, OnTokens, TokenUpdate
 from lamina.schedule.beam_search import BeamSearch, Choice
 
 
@@ -65,6 +65,7 @@ class TrackedRequest:
         finished: Every completion has a finish reason.
         reasons: Finish reasons of the completions that have one.
         error: Why the request failed.
+        has_news: ``publish`` has something to pass on.
 
     Its memory does not grow with the tokens drawn, and the cost of a token does not depend on how many came before.
     """
@@ -76,6 +77,8 @@ class TrackedRequest:
         "_eos_token_ids",
         "_finished_news",
         "_finished_tokens",
+        "_is_known",
+        "_on_token",
         "_on_tokens",
         "_search",
         "_unfinished",
@@ -84,21 +87,35 @@ class TrackedRequest:
         "error",
         "finished",
         "group",
+        "has_news",
         "reasons",
         "request",
     )
 
     def __init__(
-        self, request: Request, eos_token_ids: Collection[int], on_tokens: OnTokens, drawn: Drawn | None = None
+        self,
+        request: Request,
+        eos_token_ids: Collection[int],
+        on_tokens: OnTokens,
+        drawn: Drawn | None = None,
+        on_token: OnToken | None = None,
     ) -> None:
-        """``drawn``: Tokens that the caller already has, of a request that an earlier engine began."""
+        """Track a request.
+
+        Args:
+            on_tokens: Gets all news.
+            drawn: Tokens that the caller already has, of a request that an earlier engine began.
+            on_token: Gets tokens at once if nothing else is new, but for the first ones.
+        """
         self.request = request
         self.drawn = drawn
         self.group: Group | None = None
         self._eos_token_ids = eos_token_ids
         self._on_tokens = on_tokens
-        self.finished = False
+        self._on_token = on_token if request.params.logprobs is None else None
+        self.has_news = self.finished = False
         self.reasons: list[FinishReason] = []
+        self._is_known = False  # the caller has heard of the request
         self._finished_tokens = 0  # of completions that have finished
         begun = drawn or {index: list[int]() for index in range(request.params.n)}
         self._unfinished = {index: _Unfinished(len(tokens)) for index, tokens in begun.items()}
@@ -156,14 +173,17 @@ class TrackedRequest:
         if ends is None:
             raise RuntimeError(f"request {self.request.request_id} has drawn a token before it was started")
         one.drawn += 1
-        news = one.news
+        news, reason = one.news, ends.finish_reason(token, one.drawn)
+        if news is None and reason is None and self._is_known and self._on_token is not None:
+            self._on_token(index, token)
+            return False
+        self.has_news = True
         if news is None:
             news = one.news = CompletionTokens(index, [token])
         else:
             news.token_ids.append(token)
         if self._with_logprobs:
             news.logprobs.append(draw.logprobs)
-        reason = ends.finish_reason(token, one.drawn)
         if reason is None:
             return False
         self._finish(index, reason)
@@ -194,7 +214,7 @@ class TrackedRequest:
         news = one.news or CompletionTokens(index, [])
         news.finish_reason = reason
         self._finished_news.append(news)
-        self.finished = not self._unfinished
+        self.finished, self.has_news = not self._unfinished, True
 
     @property
     def generated(self) -> int:
@@ -204,6 +224,7 @@ class TrackedRequest:
     def publish(self) -> None:
         """Pass to ``on_tokens`` all tokens and finish reasons since the last call."""
         news, self._finished_news = self._finished_news, []
+        self.has_news, self._is_known = False, True
         for one in self._unfinished.values():
             if one.news is not None:
                 news.append(one.news)

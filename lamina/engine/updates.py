@@ -39,6 +39,9 @@ class TokenUpdate:
 
 OnTokens = Callable[[TokenUpdate], None]
 
+OnToken = Callable[[int, int], None]
+"""Called with the index of a completion that continues, and its new token."""
+
 
 @dataclass(slots=True)
 class CompletionUpdate:

@@ -118,6 +118,23 @@ async def test_requests_go_one_way_and_tokens_the_other(engine: RecordingEngine,
     assert await asyncio.to_thread(remote.stats) == STATS
 
 
+async def test_tokens_alone_join_those_with_news(engine: RecordingEngine, remote: RemoteEngine) -> None:
+    one, two = Caller(), Caller()
+    await submit(remote, Submission("a", [5], SamplingParams(n=2), one), Submission("b", [5], SamplingParams(), two))
+    a, b = engine.queued
+    engine.tell(a, CompletionTokens(0, [7]), CompletionTokens(1, [8]), cached_tokens=1)
+    engine.tell(b, CompletionTokens(0, [9]))
+    engine.tell_tokens((a, 0, 10), (b, 0, 11), (a, 1, 12), (a, 0, 13))
+    engine.tell_tokens((b, 0, 14))
+    await until(lambda: len(two.updates) == 3)
+    assert one.updates[-1].cached_tokens == 1
+    engine.tell_tokens((a, 1, 15))
+    engine.tell(a, *(CompletionTokens(i, [16 + i], [], FinishReason.LENGTH) for i in range(2)), finished=True)
+    await until(lambda: one.finished)
+    assert [part.token_ids for part in one.whole.output().outputs] == [[7, 10, 13, 16], [8, 12, 15, 17]]
+    assert two.whole.output().outputs[0].token_ids == [9, 11, 14]
+
+
 async def test_the_workers_timeline_and_requests_lives_come_from_the_engine(remote: RemoteEngine) -> None:
     assert await asyncio.to_thread(remote.timeline) == {"compute0": [Span("slice", 1, 2, 3)]}
     assert await asyncio.to_thread(remote.lives) == [Life("chat-1", 1e9, 5, [Event(0.0, "queued")])]
@@ -249,7 +266,7 @@ def test_what_a_frontend_does_not_take_is_bounded(
     suspended.identity, suspended.rcvhwm, suspended.linger = b"frontend0", 1, 0
     suspended.connect(room.bootstrap.answers)
     member = room._members["frontend0"]
-    receive = room._receiver(member, 1)
+    receive, _ = room._receivers(member, 1)
     deadline = time.monotonic() + END_S
     while member.lost is None or "cannot be reached" in member.lost:
         member.lost = None  # not connected yet

@@ -14,7 +14,7 @@ from lamina.core.requests import Completion, Group
 from lamina.core.sampling import SamplingParams
 from lamina.core.types import Request
 from lamina.engine.tracking import TrackedRequest
-from lamina.engine.updates import Reading, RequestUpdate, Whole
+from lamina.engine.updates import Reading, RequestUpdate, TokenUpdate, Whole
 from lamina.kv.placement import Placement
 from lamina.models import directory
 from lamina.schedule.limits import Limits
@@ -63,6 +63,41 @@ def test_an_error_that_comes_after_the_end_changes_nothing() -> None:
     (update,) = published
     assert update.finished and update.error is None
     assert [part.finish_reason for part in update.completions] == [FinishReason.LENGTH, FinishReason.ABORT]
+
+
+def ends_of(updates: list[TokenUpdate]) -> set[tuple[int, FinishReason | None, int | None]]:
+    parts = [part for update in updates for part in update.completions]
+    return {(part.index, part.finish_reason, part.stop_token) for part in parts if part.finish_reason is not None}
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(2, 9), st.booleans()), max_size=60))
+def test_tokens_that_are_passed_on_at_once_are_those_of_updates(draws: list[tuple[int, int, bool]]) -> None:
+    """The third of ``draws``: a turn ends, after which a frontend reads tokens first and updates then."""
+    request = Request("r", None, [5], SamplingParams(max_tokens=20, n=2, stop_token_ids=[9]))
+    at_once, updates = list[tuple[int, int]](), list[TokenUpdate]()
+    under_test = TrackedRequest(request, [8], updates.append, on_token=lambda *one: at_once.append(one))
+    reference = TrackedRequest(request, [8], (expected := list[TokenUpdate]()).append)
+    group = Group(request, 20, [Completion(0, 0), Completion(1, 1)])
+    under_test.start(group)
+    reference.start(group)
+    heard: list[list[int]] = [[], []]
+    for index, token, ends_turn in [*draws, (0, 2, True)]:
+        draw = Draw(index, token)
+        assert under_test.append(group.completions[index], draw) == reference.append(group.completions[index], draw)
+        if ends_turn and under_test.has_news:
+            under_test.publish()
+        if ends_turn:
+            for place, one in at_once:
+                heard[place].append(one)
+            at_once.clear()
+            for part in (part for update in updates for part in update.completions):
+                heard[part.index] += part.token_ids
+                part.token_ids = []
+    reference.publish()
+    assert ends_of(updates) == ends_of(expected)
+    whole = {part.index: part.token_ids for part in expected[0].completions}
+    assert heard == [whole.get(index, []) for index in range(2)]
+    assert len(updates) <= 3, "the first, and one with the end of each completion"
 
 
 @given(

@@ -14,7 +14,7 @@ from lamina.core.types import Client
 from lamina.dataplane.transport_choice import Choice, Transport
 from lamina.engine.lives import Event, Life
 from lamina.engine.stats import EngineStats, MemoryStats
-from lamina.engine.updates import OnTokens, TokenUpdate
+from lamina.engine.updates import OnToken, OnTokens, TokenUpdate
 from lamina.models.directory import find
 from lamina.text.tokenizer import Tokenizer
 from tests.support.waiting import END_S
@@ -41,6 +41,7 @@ class RecordingEngine:
         self.accepts.set()
         self.dead: str | None = None
         self.queued: dict[str, tuple[list[int], SamplingParams, OnTokens, Client]] = {}
+        self.on_token: dict[str, OnToken | None] = {}
         self.aborted: list[str] = []
         self.finished: list[tuple[str, int]] = []
         self.begun: dict[str, tuple[int, Drawn | None]] = {}  # seeds, and what was drawn before
@@ -58,6 +59,7 @@ class RecordingEngine:
         seed: int,
         drawn: Drawn | None = None,
         again: bool = False,
+        on_token: OnToken | None = None,
     ) -> None:
         assert self.accepts.wait(END_S)
         if len(self.queued) == self.places and not again:
@@ -66,6 +68,7 @@ class RecordingEngine:
             raise RequestError(f"{len(tokens)} is too long")
         self.queued[request_id] = tokens, params, on_tokens, client
         self.begun[request_id] = seed, drawn
+        self.on_token[request_id] = on_token
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -87,6 +90,16 @@ class RecordingEngine:
         self.scaling += 1
         return Future()
 
-    def tell(self, request_id: str, *completions: CompletionTokens, finished: bool = False) -> None:
-        self.queued[request_id][2](TokenUpdate(list(completions), finished))
+    def tell_tokens(self, *drawn: tuple[str, int, int]) -> None:
+        """A turn that brings tokens alone: of each the request, the index of the completion, and the token."""
+        for request_id, index, token in drawn:
+            on_token = self.on_token[request_id]
+            assert on_token is not None
+            on_token(index, token)
+        self.after_turn()
+
+    def tell(
+        self, request_id: str, *completions: CompletionTokens, finished: bool = False, cached_tokens: int = 0
+    ) -> None:
+        self.queued[request_id][2](TokenUpdate(list(completions), finished, None, cached_tokens))
         self.after_turn()
