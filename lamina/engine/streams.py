@@ -135,7 +135,9 @@ class _Requests:
             if self._overrun is not None:
                 raise OverloadedError(self._overrun)
             unread, self._unread, self._unread_tokens = self._unread, {}, 0
-            self._running.difference_update(index for index, update in unread.items() if update.finished)
+            for index, update in unread.items():
+                if update.finished:
+                    self._running.discard(index)
         return sorted(unread.items(), key=lambda item: item[0])
 
     @property

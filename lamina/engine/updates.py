@@ -110,7 +110,7 @@ class RequestUpdate:
     @property
     def positions(self) -> int:
         """Number of new tokens of all completions, plus prompt tokens with new log-probabilities."""
-        return self.tokens + sum(len(completion.prompt_logprobs or ()) for completion in self.completions)
+        return self.tokens + sum([len(completion.prompt_logprobs or ()) for completion in self.completions])
 
     def extend(self, newer: "RequestUpdate") -> None:
         """Add what came after."""
@@ -296,7 +296,7 @@ class Reading:
                 self._texts[index].finish_reason = FinishReason.ERROR
         for one, text in zip(news, self._texts, strict=True):
             one.finish_reason, one.stop_reason = text.finish_reason, text.stop_reason
-        self._finished = update.finished or all(text.finish_reason is not None for text in self._texts)
+        self._finished = update.finished or not self.open
         for index in () if update.finished else stopped:
             self._on_stop(self._request.request_id, index)
         placement = () if update.group is None else segments_of(update.group)

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -23,8 +23,7 @@ MOST_POSITIONS = 64
 """Most tokens of one event or piece: encoding one must not delay other clients."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """The new part of one choice since its previous piece.
 
     Attributes:

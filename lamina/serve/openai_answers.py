@@ -38,6 +38,7 @@ class CompletionWriter(AnswerWriter):
         self._model = model
         self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
+        self._head = b"data: " + msgspec.json.encode(self._envelope(self.chunk))[:-1] + b","  # of each event
         self._between = b""
 
     def write_events(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
@@ -81,11 +82,10 @@ class CompletionWriter(AnswerWriter):
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
     def _chunk(self, choices: Sequence[Json], usage: Usage, last: bool = False, of_prompt: Json | None = None) -> bytes:
-        chunk = self._envelope(self.chunk) | (of_prompt or {})
-        chunk["choices"] = choices
+        rest: Json = {**(of_prompt or {}), "choices": choices}
         if self._wanted.usage != "none":
-            chunk["usage"] = counts(usage) if last or self._wanted.usage == "every" else None
-        return event(chunk)
+            rest["usage"] = counts(usage) if last or self._wanted.usage == "every" else None
+        return self._head + msgspec.json.encode(rest)[1:] + b"\n\n"
 
 
 class ChatWriter(CompletionWriter):

@@ -3,14 +3,13 @@
 import itertools
 import operator
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from lamina.core.sampling import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class StopDecision:
+class StopDecision(NamedTuple):
     """New ``text`` to stream, and the stop string that has ended the completion, if one has."""
 
     text: str
