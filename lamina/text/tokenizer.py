@@ -148,6 +148,7 @@ class Tokenizer:
         self.special_texts = {token_id: token.content for token_id, token in added.items() if token.special}
         self._bytes = self._fallback_bytes()
         self._texts: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._fixed: dict[int, str | None] = {}
         self._encoded: dict[int, bytes] = {token_id: token.content.encode() for token_id, token in added.items()}
         own_eos = self._tokenizer.token_to_id(self._special_tokens.get("eos_token", ""))
         self.eos_token_ids = directory.eos_token_ids | ({own_eos} if own_eos is not None else set())
@@ -191,6 +192,15 @@ class Tokenizer:
         """Return the byte that a byte-fallback token such as ``<0xE2>`` represents; None for any other token."""
         return self._bytes.get(token_id)
 
+    def fixed_text(self, token_id: int) -> str | None:
+        """Return what a token adds to every text without an incomplete character at its end; None if that depends on
+        the text. Cached."""
+        if token_id not in self._fixed:
+            text, rest = complete_text(self._bytes_of(token_id)) if self._concatenates else ("", b"")
+            is_fixed = text and not rest and _REPLACEMENT not in text and token_id not in self.special_texts
+            self._fixed[token_id] = text if is_fixed else None
+        return self._fixed[token_id]
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 of a token inside a text, which may be a part of a character. Cached."""
         encoded = self._encoded.get(token_id)
@@ -214,6 +224,12 @@ class Tokenizer:
             return bytes(_BYTE_OF[character] for character in name)
         # Decoders strip spaces at the beginning of a text, so the token is decoded after itself.
         return self.decode([token_id, token_id])[len(self.decode([token_id])) :].encode()
+
+    @cached_property
+    def _concatenates(self) -> bool:
+        """Whether a text is the bytes of its tokens, one after another."""
+        decoder = self._tokenizer.decoder
+        return decoder is not None and json.loads(decoder.__getstate__()).get("type") == "ByteLevel"
 
     @cached_property
     def _byte_level(self) -> bool:
@@ -334,7 +350,7 @@ class IncrementalDetokenizer:
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Return the text that ``token_ids`` add; empty while a character is incomplete."""
-        return "".join(self._next(token) for token in token_ids if self._has_text(token))
+        return "".join([self._next(token) for token in token_ids])
 
     @property
     def pending(self) -> bytes:
@@ -357,6 +373,11 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(self._window, self._skip)
 
     def _next(self, token: int) -> str:
+        if not self._held and (fixed := self._tokenizer.fixed_text(token)) is not None:
+            self._window, self._context, self._sent = [token], 1, len(fixed)
+            return fixed
+        if not self._has_text(token):
+            return ""
         byte = self._tokenizer.byte_of(token)
         if byte is None:
             return self._run.flush() + self._decode(token)

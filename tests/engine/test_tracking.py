@@ -231,6 +231,9 @@ class Pieces:
     def has_text(self, token: int) -> bool:
         return token in self._texts
 
+    def fixed_text(self, token: int) -> None:
+        return None
+
     def byte_of(self, token: int) -> None:
         return None
 
@@ -244,7 +247,7 @@ def test_a_tokenizer_that_fails_ends_the_request_in_an_error(monkeypatch: pytest
 
     published: list[RequestUpdate] = []
     under_test, group = tracked(SamplingParams(max_tokens=5, n=2), published)
-    monkeypatch.setattr(Tokenizer, "has_text", fail)
+    monkeypatch.setattr(Tokenizer, "fixed_text", fail)
     under_test.append(group.completions[0], Draw(0, 5))
     under_test.publish()
     (update,) = published
