@@ -140,6 +140,15 @@ class _Requests:
                     self._running.discard(index)
         return sorted(unread.items(), key=lambda item: item[0])
 
+    def pop_middle(self, most: int) -> list[Update]:
+        """Remove and return the unread updates if none ends its request and they have at most ``most`` positions."""
+        with self._lock:
+            unread = self._unread.values()
+            ends = self._overrun is not None or any([one.finished or one.error is not None for one in unread])
+            if ends or sum([one.positions for one in unread]) > most:
+                return []
+        return self.pop_unread()
+
     @property
     def done(self) -> bool:
         """Whether every final update has been read."""
@@ -225,6 +234,10 @@ class Outputs(Iterator[Update]):
 class AsyncOutputs(AsyncIterator[Update]):
     """Asynchronous iterator over updates, made by ``await AsyncOutputs.submit(...)`` and read in that event loop.
 
+    Attributes:
+        push: Called in the event loop when there are unread updates, while a reader waits for them. It may handle what
+            ``pop_middle`` returns; if it returns False, the reader gets the updates.
+
     Raises:
         OverloadedError: More than ``most_unread`` tokens were unread; the requests are cancelled.
     """
@@ -237,7 +250,11 @@ class AsyncOutputs(AsyncIterator[Update]):
         self._arrived = asyncio.Event()
         self._timer = self._loop.call_later(WATCH_S, self._watch)
         self._ready: list[Update] = []
+        self.push: Callable[[], bool] = _nothing_pushed
+        self._waits = False
+        self._failure: Exception | None = None  # of ``push``
         self._requests = _Requests(engine, request_id, self._wake, client, most_unread)
+        self.pop_middle = self._requests.pop_middle
 
     @classmethod
     async def submit(
@@ -264,8 +281,14 @@ class AsyncOutputs(AsyncIterator[Update]):
                 raise StopAsyncIteration
             if self._arrived.is_set():
                 await asyncio.sleep(0)  # a stream that never waits must let others run
-            await self._arrived.wait()
+            self._waits = True
+            try:
+                await self._arrived.wait()
+            finally:
+                self._waits = False
             self._arrived.clear()
+            if self._failure is not None:
+                raise self._failure
             self._ready = self._requests.pop_unread()[::-1]
             if not self._ready:
                 self._requests.check_alive()
@@ -289,9 +312,22 @@ class AsyncOutputs(AsyncIterator[Update]):
 
     def _wake(self) -> None:
         if threading.get_ident() == self._thread:
-            self._arrived.set()
+            if not self._waits or not self._pushed():
+                self._arrived.set()
             return
         try:
             self._loop.call_soon_threadsafe(self._arrived.set)
         except RuntimeError:  # the loop is closed: there is no reader
             self._requests.abort()
+
+    def _pushed(self) -> bool:
+        try:
+            return self.push()
+        except Exception as error:  # the reader raises it
+            self._failure = error
+            return False
+
+
+def _nothing_pushed() -> bool:
+    """Leave all updates to the reader: the default of ``AsyncOutputs.push``."""
+    return False

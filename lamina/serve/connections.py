@@ -44,6 +44,9 @@ RESERVED_FILES = 64
 LEAST_CONNECTIONS = 16
 WAIT_S = 0.05
 
+CONNECTION = "lamina.connection"
+"""ASGI extension: the ``Connection``, if parts of an answer may be written to it directly."""
+
 _OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -151,6 +154,7 @@ class Connection(H11Protocol):
     def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.conn = StrictParser(h11.SERVER)
+        self._app, self.app = self.app, self._answer
         self._connections = connections
         self._half_closed = False
         self._refused = False
@@ -192,6 +196,20 @@ class Connection(H11Protocol):
         self._connections.mark_busy(self)
         self._connections.open.discard(self)
         super().connection_lost(exc)
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        chunked = scope["method"] != "HEAD" and self.conn.their_http_version == b"1.1"
+        scope["extensions"] = {CONNECTION: self} if chunked else {}
+        await self._app(scope, receive, send)
+
+    @property
+    def may_write(self) -> bool:
+        """Whether the client is there, and reads fast enough."""
+        return self.cycle is not None and not self.cycle.disconnected and not self.flow.write_paused
+
+    def write_chunk(self, data: bytes) -> None:
+        """Write a part, not empty, of an answer without Content-Length that has begun, past middleware and h11."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def on_response_complete(self) -> None:
         """After an answer: wait for the next request, or discard the rest of the body."""

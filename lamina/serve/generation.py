@@ -19,6 +19,7 @@ from lamina.engine.streams import AsyncOutputs, Runtime
 from lamina.engine.updates import RequestUpdate
 from lamina.observe.metrics import Timing, Traffic
 from lamina.serve.answers import MOST_POSITIONS, AnswerWriter, Piece, Sent, Usage
+from lamina.serve.connections import CONNECTION, Connection
 from lamina.serve.gate import SMALL
 from lamina.serve.http_errors import APIError, as_api_error, first_line
 from lamina.serve.json_fields import ignored_header
@@ -52,12 +53,15 @@ class Generation:
         wanted: GenerationRequest,
         outputs: AsyncOutputs,
         timing: Timing,
+        connection: Connection | None = None,
     ) -> None:
+        """``connection``: takes parts of a stream that has begun; None: they pass through the middleware."""
         self.wanted, self.model, self.timing = wanted, engine.model_name, timing
         self.usage = Usage({index: len(prompt) for index, prompt in enumerate(wanted.prompts)})
         self.failed: int | None = None
         self._writer = writer
         self._outputs = outputs
+        self._connection = connection
         self._sent = Sent(engine.tokenizer, wanted)
 
     async def answer(self, request: Request) -> Response:
@@ -76,7 +80,22 @@ class Generation:
         close = BackgroundTask(self._outputs.close)
         # Otherwise proxies keep events until the answer is complete.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        if self._connection is not None:
+            self._outputs.push = self._push
         return StreamingResponse(self._events(), 200, headers, "text/event-stream", close)
+
+    def _push(self) -> bool:
+        """Write the events of new tokens to the connection at once; return False if ``_events`` has to pass them on."""
+        connection = self._connection
+        if connection is None or not connection.may_write:
+            return False
+        updates = self._outputs.pop_middle(MOST_POSITIONS)
+        for prompt, update in updates:
+            self._receive(prompt, update)
+            pieces = [*self._sent.advance(prompt, update)]
+            if pieces and (events := self._writer.write_events(pieces, self.usage)):
+                connection.write_chunk(events)
+        return bool(updates)
 
     def _receive(self, prompt: int, update: RequestUpdate) -> None:
         """Count an update, without tokens that are not wanted."""
@@ -152,7 +171,8 @@ async def respond(
     prompts, params = zip(*wanted.submissions(engine.max_model_len), strict=True)
     timing = Timing(traffic)
     outputs = await AsyncOutputs.submit(engine, uuid.uuid4().hex, prompts, params, _client(request), most_unread)
-    generation = Generation(engine, make_writer(wanted, engine.model_name), wanted, outputs, timing)
+    connection = request.scope.get("extensions", {}).get(CONNECTION)
+    generation = Generation(engine, make_writer(wanted, engine.model_name), wanted, outputs, timing, connection)
     request.state.generation = generation
     response = generation.stream() if wanted.stream else await generation.answer(request)
     response.headers.update(ignored_header(wanted.ignored))

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import errno
+import http.client
+import json
 import resource
 import socket
 import subprocess
@@ -18,8 +20,8 @@ import pytest
 from lamina.serve import connections
 from lamina.serve.connections import Connections, accept
 from tests.support.http_server import serve
-from tests.support.raw_http import answer, head
-from tests.support.scripted_engine import COMPLETION, TIMEOUT_S, Running, refusal
+from tests.support.raw_http import answer, head, raw
+from tests.support.scripted_engine import COMPLETION, TIMEOUT_S, WORDS, Running, refusal
 
 GET = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
 
@@ -99,6 +101,18 @@ def test_requests_that_are_sent_ahead_are_answered_in_turn(server: Running) -> N
         received = b""
         while received.count(b"HTTP/1.1 200") < 100:
             received += connection.recv(65536)
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_a_stream_is_in_chunks_if_the_client_knows_them(server: Running, version: bytes) -> None:
+    body = b'{"prompt":"four","stream":true}'
+    request = head(len(body), extra="Connection: close\r\n").replace(b"1.1", version, 1) + body
+    with raw(server, request) as connection, http.client.HTTPResponse(connection) as response:
+        response.begin()
+        assert response.chunked == (version == b"1.1")
+        *events, done, rest = response.read().split(b"\n\n")
+    texts = [json.loads(event.removeprefix(b"data: "))["choices"][0]["text"] for event in events]
+    assert ("".join(texts), done, rest) == ("".join(WORDS), b"data: [DONE]", b"")
 
 
 @pytest.mark.parametrize(
