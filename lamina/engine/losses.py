@@ -22,6 +22,10 @@ class Complaints:
 
     _reasons: dict[tuple[str, str], tuple[str, float]] = field(default_factory=dict)
 
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return bool(self._reasons)
+
     def report(self, reporter: str, worker: str, reason: str, now: float) -> None:
         """Record that ``reporter`` cannot reach ``worker``."""
         self._reasons.setdefault((reporter, worker), (reason, now))
@@ -158,6 +162,8 @@ class Watch:
     def lost(self) -> dict[str, LaminaError]:
         """Return lost members with the cause; some of their processes may still run."""
         self.silent = self._control.liveness.suspects()
+        if not (self.silent or self._failures or self._complaints or self._workers.ended()):  # nearly always
+            return {}
         lost: dict[str, LaminaError] = {worker: exited(worker, reason) for worker, reason in self.ended.items()}
         lost |= {worker: silence({worker: s}) for worker, s in self._control.liveness.lost().items()}
         lost |= {worker: self._cause(worker, message) for worker, message in self._failures.items()}
