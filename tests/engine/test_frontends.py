@@ -128,7 +128,9 @@ async def test_tokens_alone_join_those_with_news(engine: RecordingEngine, remote
     engine.tell_tokens((b, 0, 14))
     await until(lambda: len(two.updates) == 3)
     assert one.updates[-1].cached_tokens == 1
-    engine.tell_tokens((a, 1, 15))
+    on_token = engine.on_token[a]
+    assert on_token is not None
+    on_token(1, 15)  # in the same turn as what follows
     engine.tell(a, *(CompletionTokens(i, [16 + i], [], FinishReason.LENGTH) for i in range(2)), finished=True)
     await until(lambda: one.finished)
     assert [part.token_ids for part in one.whole.output().outputs] == [[7, 10, 13, 16], [8, 12, 15, 17]]

@@ -320,6 +320,26 @@ def test_the_sizes_that_pools_are_to_have_are_saved_as_soon_as_they_change() -> 
     assert saved[0][0] == saved[1][0] == cluster.topology
 
 
+def test_pools_are_looked_at_in_every_turn_only_while_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools, looks = pools_of(TOPOLOGY, is_drained=False), list[float]()
+    pools._turn.is_paused = False
+    cluster = replace(bare_cluster(["compute0"], TOPOLOGY.capacities, [], TOPOLOGY.pipeline), fabric=pools._fabric)
+    members = Members(pools._control, pools._workers, cluster, pools._turn, 8, lambda topology, wanted: None)
+    assert members.pools is not None
+    clock = pools._control.liveness
+    monkeypatch.setattr(members.pools, "turn", lambda steady: looks.append(clock.awake_s))
+
+    def turns(*times: float) -> list[float]:
+        looks.clear()
+        for clock.awake_s in times:
+            members.turn()
+        return [*looks]
+
+    assert turns(0.0, 0.01, 0.05, 0.11, 0.15, 0.3) == [0.0, 0.11, 0.3]
+    members.pools.resize({"memory": PoolChange(-1, "")}, Resize())
+    assert turns(0.31, 0.32) == [0.31, 0.32]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("prefill", "wanted_prefill", "wanted_compute", "turning", "started"),
