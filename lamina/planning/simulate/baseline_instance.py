@@ -379,7 +379,7 @@ class Instance:
     def steps_alike(self, batch: Batch, most: int) -> int:
         """Return how many times, up to ``most``, a batch can run without a preemption or another admission.
 
-        1 if it has chunks. ``advance`` allocates the blocks that the sequences then need.
+        1 if it has chunks. ``complete_steps`` allocates the blocks that the sequences then need.
         """
         if batch.chunks or self._next_has_room():
             return 1
@@ -414,7 +414,7 @@ class Instance:
             sequence.drawn += 1
         return drew
 
-    def advance(self, batch: Batch, steps: int) -> None:
+    def complete_steps(self, batch: Batch, steps: int) -> None:
         """Record that ``steps`` steps of a batch without chunks have run, and allocate blocks for one more."""
         for sequence in batch.decoding:
             sequence.cached += steps

@@ -194,7 +194,7 @@ class BaselineSimulation:
         requests = np.array([one.index for one in batch.decoding], np.int64)
         for end in ends[:alike].tolist():
             self._log.draw(end, requests)
-        instance.advance(batch, alike)
+        instance.complete_steps(batch, alike)
         self._steps += alike
         instance.busy_s += float(seconds[:alike].sum())
         return (float(ends[alike - 1]) if alike else now), float(seconds[alike])
