@@ -305,7 +305,7 @@ def _cost(result: "Result", deployment: "Deployment") -> str:
 
 def _holder(system: str, deployment: "Deployment") -> str:
     if system != "lamina" or deployment.memory is None:
-        return "fits beside a copy of the weights"
+        return "fits beside all copies of the weights" if deployment.lends else "fits beside a copy of the weights"
     workers = deployment.memory_workers
     return f"{workers} {deployment.memory.kind} hold ({workers * deployment.memory_cost.kv_tokens} tokens)"
 

@@ -9,6 +9,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina.cluster.pool import CPU
+from lamina.cluster.refusals import APART
 from lamina.core.errors import ConfigError
 from lamina.core.types import Balance, Pipelining
 from lamina.planning.plan.cost import CostModel, Fits
@@ -156,11 +158,10 @@ class Deployment:
             raise ConfigError(
                 f"local memory beside {self.memory_workers} memory workers is not simulated; give one of them"
             )
-        if self.prefill is not None and (self.local or self.pipelining == "rotational"):
-            raise ConfigError(
-                "workers for prompts alone need KV in memory workers and lanes in fixed order; give --memory "
-                "KIND:COUNT and leave out rotational pipelining"
-            )
+        if self.prefill is not None and self.pipelining == "rotational":
+            raise ConfigError("workers for prompts alone need lanes in fixed order; leave out rotational pipelining")
+        if self.prefill is not None and self.local and not self.lends:
+            raise ConfigError(f"prefill beside local memory: {APART}; give --memory KIND:COUNT")
         if self.prefill_bounds is not None:
             self._require_roles(*self.prefill_bounds)
         if self.local and self.pipelining == "rotational":
@@ -201,6 +202,13 @@ class Deployment:
     def replicas(self) -> int:
         """Copies of the weights in the compute pool."""
         return self.compute_workers // self.tensor_parallel
+
+    @property
+    def lends(self) -> bool:
+        """Whether replicas attend for each other to KV in their local memory."""
+        several = self.replicas + self.prefill_workers // self.tensor_parallel > 1
+        kinds = {kind.kind for kind in (self.compute, self.prefill) if kind is not None}
+        return self.local and several and (self.tensor_parallel == 1 or kinds == {CPU})
 
     @property
     def prompts_alone(self) -> "Deployment":
@@ -250,13 +258,9 @@ class Deployment:
         """Cost of all pools and of the network between them, in the market of ``prices``; None without one."""
         if self.prices is None:
             return None
-        compute = self.prices.usd_per_hour(self.compute, networked=self.memory is not None) * self.compute_workers
-        if self.memory is None:
-            return compute
-        memory = self.prices.usd_per_hour(self.memory, networked=True) * self.memory_workers
-        if self.prefill is None:
-            return compute + memory
-        return compute + memory + self.prices.usd_per_hour(self.prefill, networked=True) * self.prefill_workers
+        pools = [(self.compute, self.compute_workers), (self.memory, self.memory_workers)]
+        given = [(kind, count) for kind, count in (*pools, (self.prefill, self.prefill_workers)) if kind is not None]
+        return sum(self.prices.usd_per_hour(kind, networked=len(given) > 1) * count for kind, count in given)
 
     def require_weights(self, cost: CostModel) -> None:
         """Raise ConfigError if a copy of the weights does not fit its tensor-parallel group."""

@@ -1,6 +1,8 @@
 """Predicts how long a simulated step's slices, attentions and messages take."""
 
+import collections
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -181,39 +183,142 @@ class StepModel(_Model):
         return float(self._memory.prefix_attention_seconds(chunk, prefix))
 
 
+class Lent:
+    """Attention for steps of other replicas, as long as these steps are in flight: it lengthens the lender's own steps.
+
+    Of several steps of a lane only the first runs.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[int, tuple[int, dict[int, float]]] = {}  # lane, and seconds of one attention by lender
+
+    def begin(self, step: int, lane: int, seconds: dict[int, float]) -> None:
+        """Record what a step borrows."""
+        if seconds:
+            self._steps[step] = lane, seconds
+
+    def end(self, step: int) -> None:
+        """Forget a step that has completed."""
+        self._steps.pop(step, None)
+
+    def seconds(self, lender: int) -> float:
+        """Return the seconds for which a lender attends for others between two of its slices."""
+        first: dict[int, float] = {}
+        for lane, borrowed in self._steps.values():
+            first.setdefault(lane, borrowed.get(lender, 0.0))
+        return sum(first.values())
+
+
+@dataclass
+class _Borrowed:
+    """What a step needs of another replica in each attention.
+
+    Attributes:
+        rows: Decoding rows.
+        tokens: Tokens that these rows see.
+        chunks_s: Seconds of attention of prompt chunks.
+        asked: Rows that q is sent of, and attention comes back.
+        kept: Rows that k and v are sent of.
+    """
+
+    rows: int = 0
+    tokens: int = 0
+    chunks_s: float = 0.0
+    asked: int = 0
+    kept: int = 0
+
+
 class LocalStepModel(_Model):
-    """Times of steps without messages: the virtual cluster's memory workers and cards have nothing to do."""
+    """Times of steps with KV in the memory of replicas.
 
-    latency_s = 0.0
+    Replicas attend to what steps of other replicas need of their memory as memory workers do, and their own steps take
+    longer by as much.
+    """
 
-    def __init__(self, deployment: Deployment) -> None:
+    latency_s = 0.0  # most steps send no message; the latency of the others is part of their shares
+
+    def __init__(self, deployment: Deployment, holders: Sequence[CostModel], lent: Lent) -> None:
+        """``holders``: the cost model of each replica."""
         super().__init__(deployment)
-        self._tp = deployment.tensor_parallel
+        self._tp, self._holders, self._lent = deployment.tensor_parallel, holders, lent
+        shape, item = deployment.model, deployment.model.dtype.itemsize
+        self._layers = shape.layers
+        self._kept_bytes = 2 * shape.kv_heads * shape.head_size * item  # k and v of a row
+        self._asked_bytes = shape.query_heads * shape.head_size * item  # q of a row; the reply has the same size
 
     def times(
-        self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int], split: Mapping[int, SplitSequence]
+        self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int], split: Mapping[int, SplitSequence], own: int
     ) -> tuple[int, _native.StepTimes]:
-        """Return the rows and times of one step. The other arguments are unused: all KV is local."""
+        """Return the rows and times of one step of replica ``own``. The other arguments are those of ``StepModel``."""
         starts, cost, tp = plan.decoding.starts, self._compute, self._tp
-        rows, attention_s = len(starts), 0.0
-        if starts:
-            attention_s = float(cost.attention_seconds(sum(starts) + rows, rows, 1 / tp))
-        draws = rows
-        for chunk in plan.chunks:
-            rows += len(chunk.tokens)
+        borrowed = collections.defaultdict[int, _Borrowed](_Borrowed)
+        here, tokens = len(starts), sum(starts) + len(starts)
+        if split or (homes != own).any():
+            here, tokens = self._divide(plan, homes, split, own, borrowed)
+        rows = draws = len(starts)
+        attention_s = float(cost.attention_seconds(tokens, here, 1 / tp)) if here else 0.0
+        for chunk, home in zip(plan.chunks, chunk_homes, strict=True):
+            length = len(chunk.tokens)
+            rows += length
             draws += bool(chunk.draws)
-            attention_s += float(cost.chunk_attention_seconds(len(chunk.tokens), chunk.start, tp))
+            places: Places = split[chunk.sequence].places if chunk.sequence in split else ((home, 0, None),)
+            before = dict(_tokens(places, chunk.start))
+            for place, held in _tokens(places, chunk.start + length):
+                if place != own and held:
+                    other = borrowed[place]
+                    other.kept += held - before[place]
+                    other.asked += length if before[place] else 0
+                    other.chunks_s += float(self._holders[place].prefix_attention_seconds(length, before[place])) / tp
+            attention_s += float(cost.chunk_attention_seconds(length, before.get(own, 0), tp))
+        shares = [self._share(place, one) for place, one in borrowed.items()]
+        self._lent.begin(plan.step, plan.lane, {place: seconds for place, _, seconds, _ in shares})
+        asked = sum(one.asked for one in borrowed.values()) * self._asked_bytes
+        sent = asked + sum(one.kept for one in borrowed.values()) * self._kept_bytes
         return rows, _native.StepTimes(
             first_s=self._slices.first[rows],
             inner_s=self._slices.inner[rows],
             last_s=self._last_s(rows, draws),
-            chunks_s=attention_s,
-            send_s=0.0,
-            receive_s=0.0,
+            chunks_s=attention_s + self._lent.seconds(own),
+            send_s=float(cost.wire_seconds(sent)) / tp,
+            receive_s=float(cost.wire_seconds(asked)) / tp,
             context_s=0.0,
-            shares=_native.Shares([]),
+            shares=_native.Shares(shares),
         )
 
     def move_seconds(self, tokens: int) -> float:
-        """Raise AssertionError: with local memory, no KV moves."""
-        raise AssertionError(f"{tokens} tokens are to move, but only the compute worker has memory")
+        """Return seconds to move the KV of ``tokens`` tokens from one replica to another."""
+        sending_s = float(self._compute.wire_seconds(tokens * self._layers * self._kept_bytes)) / self._tp
+        return self._compute.fits.runtime.round_trip_s + sending_s
+
+    @staticmethod
+    def _divide(
+        plan: StepPlan, homes: Ints, split: Mapping[int, SplitSequence], own: int, borrowed: dict[int, _Borrowed]
+    ) -> tuple[int, int]:
+        """Return the decoding rows that attend to the replica's own memory, and the tokens that they see there; add the
+        others to ``borrowed``."""
+        rows = tokens = 0
+        decoding = plan.decoding
+        for sequence, start, home in zip(decoding.sequences, decoding.starts, homes.tolist(), strict=True):
+            places = _tokens(split[sequence].places, start) if sequence in split else [(home, start)]
+            last, before = places[-1]
+            for place, held in (*places[:-1], (last, before + 1)):
+                if place == own:
+                    rows, tokens = rows + 1, tokens + held
+                elif held:
+                    other = borrowed[place]
+                    other.rows, other.tokens, other.asked = other.rows + 1, other.tokens + held, other.asked + 1
+            if last != own:
+                borrowed[last].kept += 1
+        return rows, tokens
+
+    def _share(self, place: int, borrowed: _Borrowed) -> tuple[int, float, float, float]:
+        """Return a share of ``_native.Shares``: a replica, and its seconds of receiving, attention and sending."""
+        cost, rows = self._holders[place], borrowed.rows
+        latency_s = cost.fits.runtime.round_trip_s / 2
+        attention_s = borrowed.chunks_s
+        if rows:
+            attention_s += float(cost.attention_seconds(borrowed.tokens, rows, 1 / self._tp))
+        asked = borrowed.asked * self._asked_bytes
+        received = asked + borrowed.kept * self._kept_bytes
+        receive_s, send_s = (float(cost.wire_seconds(nbytes)) / self._tp for nbytes in (received, asked))
+        return place, latency_s + receive_s, attention_s, latency_s + send_s

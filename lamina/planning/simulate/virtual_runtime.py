@@ -6,12 +6,12 @@ control plane has no latency. The native virtual cluster models the times of wor
 """
 
 import bisect
-import functools
 import heapq
 import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -30,10 +30,10 @@ from lamina.core.segments import grown, moved
 from lamina.core.steps import StepPlan
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Request, Segment
-from lamina.kv.placement import Placement, nowhere
+from lamina.kv.placement import Placement, others_of
 from lamina.planning.simulate.result import Decisions, PoolUse, RequestLog, Result, State, Stops
 from lamina.planning.simulate.scenario import Arrivals, Deployment, Fault, Ints
-from lamina.planning.simulate.step_times import LocalStepModel, SplitSequence, StepModel
+from lamina.planning.simulate.step_times import Lent, LocalStepModel, SplitSequence, StepModel
 from lamina.schedule.limits import MAX_WAITING
 from lamina.schedule.policy import find_policy
 from lamina.schedule.roles import LOOK_S, RoleBalance, Targets, expected_times
@@ -95,12 +95,14 @@ class Simulation:
         self._arrival_s: list[float] = arrivals.arrival_s.tolist()
         self._faults = sorted(faults, key=lambda fault: fault.at_s)
         deployment.require_weights(deployment.compute_cost)
-        self._model = LocalStepModel(deployment) if deployment.local else StepModel(deployment)
-        self._prompts_model, prefill = self._model, deployment.prefill_workers // deployment.tensor_parallel
+        prefill = deployment.prefill_workers // deployment.tensor_parallel
+        self._holders = [deployment] * deployment.replicas  # of each replica's weights, and of local KV
         if prefill:
             alone = deployment.prompts_alone
             alone.require_weights(alone.compute_cost)
-            self._prompts_model = StepModel(alone)
+            self._holders = [*[alone] * prefill, *self._holders]
+        self._lent = Lent()
+        self._model, self._prompts_model = (self._model_of(each) for each in (deployment, self._holders[0]))
         self._config = EngineConfig(
             prefill=f"{CPU}:{prefill}" if prefill else None,
             lanes=deployment.lanes,
@@ -108,15 +110,9 @@ class Simulation:
             max_num_seqs=deployment.max_num_seqs,
             max_num_batched_tokens=deployment.max_num_batched_tokens,
         )
-        try:
-            self._pipeline = sizing.pipeline(
-                self._config, prefill + deployment.replicas, shared=deployment.local, local=deployment.local
-            )
-        except ValueError as error:  # too few lanes for the replicas
-            raise ConfigError(str(error)) from error
+        self._pipeline = self._make_pipeline(len(self._holders))
         self._memories = [f"memory{index}" for index in range(deployment.memory_workers)]
-        own = [f"compute{index}" for index in range(deployment.replicas)]
-        self._places = own if deployment.local else self._memories
+        self._places = [*self._topology.capacities]
         bounds = deployment.prefill_bounds
         self._roles = (
             None if bounds is None else RoleBalance(*(workers // deployment.tensor_parallel for workers in bounds))
@@ -128,7 +124,7 @@ class Simulation:
         self._turn = self._make_turn()
         self._scheduler = self._turn.scheduler
         self._cluster = _native.VirtualCluster(
-            self._pipeline.replicas, len(self._memories), self._pipeline.lanes, self._model.latency_s, recorded
+            self._pipeline.replicas, len(self._places), self._pipeline.lanes, self._model.latency_s, recorded
         )
         self._replicas = {rotates: self._orders(rotates) for rotates in (False, True)}
         self._log = RequestLog(arrivals)
@@ -150,17 +146,26 @@ class Simulation:
         self._clock: Callable[[], float] = _stopped
         self._decisions = Decisions(seconds={"add": 0.0, "plan": 0.0, "complete": 0.0})
 
+    def _make_pipeline(self, replicas: int) -> Pipeline:
+        local = self._deployment.local
+        try:
+            pipeline = sizing.pipeline(self._config, replicas, shared=local, local=local)
+        except ValueError as error:  # too few lanes for the replicas
+            raise ConfigError(str(error)) from error
+        return replace(pipeline, lends=self._deployment.lends)
+
     def _make_turn(self) -> Turn:
         deployment, shape = self._deployment, self._deployment.model
         longest = int((self._arrivals.prompt + self._asked).max(initial=2))
-        capacity = deployment.kv_tokens
+        topology = self._topology
         return Turn(
             sizing.step_limits(self._config, self._pipeline, longest + 1),
             Placement(
-                dict.fromkeys(self._places, capacity),
+                topology.capacities,
                 deployment.kv_tokens_per_worker,
-                local=self._places if deployment.local else (),
-                others=functools.cache(self._others) if deployment.local else nowhere,
+                local=topology.local,
+                others=others_of(topology),
+                lends=deployment.lends,
             ),
             self._pipeline,
             attentions=shape.layers,
@@ -172,9 +177,10 @@ class Simulation:
             balance=deployment.balance,
         )
 
-    def _others(self, lane: int) -> frozenset[str]:
-        """Return the replicas whose local memory a lane's rows cannot attend to: all but the lane's own."""
-        return frozenset(self._places) - {self._places[self._pipeline.replica(lane, 0)]}
+    def _model_of(self, deployment: Deployment) -> StepModel | LocalStepModel:
+        if not deployment.local:
+            return StepModel(deployment)
+        return LocalStepModel(deployment, [holder.compute_cost for holder in self._holders], self._lent)
 
     def _orders(self, rotates: bool) -> list[list[list[int]]]:
         """Return the replicas of a step's slices, in order, by lane and by the first turn of the step."""
@@ -194,6 +200,7 @@ class Simulation:
             finished = self._cluster.advance(self._next_from_outside())
             if finished is not None:
                 now, lane, step, busy, waited = finished
+                self._lent.end(step)
                 self._take(now, lane, StepDone(step, [], rows=self._rows.pop(step), busy_s=busy, waited_s=waited))
             else:
                 now = self._next_from_outside()
@@ -326,9 +333,10 @@ class Simulation:
 
     @property
     def _topology(self) -> Topology:
-        capacity = self._deployment.kv_tokens
-        computes = [f"compute{index}" for index in range(self._pipeline.replicas * self._pipeline.workers)]
-        members = [Member(name, "compute", CPU, "") for name in computes]
+        """The replicas, each as one worker, and the memory workers."""
+        local = [holder.kv_tokens if holder.local else 0 for holder in self._holders]
+        members = [Member(f"compute{index}", "compute", CPU, "", tokens) for index, tokens in enumerate(local)]
+        capacity = self._deployment.kv_tokens if self._memories else 0
         members += [Member(name, "memory", CPU, "", capacity) for name in self._memories]
         return Topology(FIRST, tuple(members), self._pipeline)
 
@@ -377,8 +385,12 @@ class Simulation:
         decoding = self._decoding[plan.lane].numbers_of(plan.decoding.sequences)
         chunk_homes = [self._homes[chunk.sequence] for chunk in plan.chunks]
         model = self._prompts_model if self._pipeline.role(plan.lane) == "prefill" else self._model
-        self._rows[plan.step], times = model.times(plan, decoding, chunk_homes, self._split)
         orders = self._replicas[plan.rotates][plan.lane]
+        if isinstance(model, LocalStepModel):
+            rows, times = model.times(plan, decoding, chunk_homes, self._split, orders[0][0])
+        else:
+            rows, times = model.times(plan, decoding, chunk_homes, self._split)
+        self._rows[plan.step] = rows
         tick = self._pipeline.tick(plan.lane, plan.turn)
         ticks = self._pipeline.tick(plan.lane, plan.turn + 1) - tick
         self._cluster.submit(plan.lane, now, plan.step, orders[plan.turn % len(orders)], tick, ticks, times)
@@ -424,7 +436,7 @@ class Simulation:
         spans: dict[str, list[Span]] = {f"compute{index}": [] for index in range(self._pipeline.replicas)}
         spans |= {name: [] for name in self._memories}
         for stage, worker, lane, begin, end in self._cluster.spans():
-            name = self._memories[worker] if stage == "attention" else f"compute{worker}"
+            name = self._places[worker] if stage == "attention" else f"compute{worker}"
             spans[name].append(Span(stage, lane, round(begin * 1e9), round(end * 1e9)))
         return spans
 

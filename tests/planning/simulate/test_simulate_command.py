@@ -109,11 +109,14 @@ def test_pools_as_launch_takes_them(trace: Path) -> None:
     local = run("--model", "Llama-2-7B", "--compute", "a100:4", "--memory", "local", "--trace", trace, "--json")
     result = json.loads(local.stdout)
     assert [one["workers"] for one in result["pools"]] == [4] and result["requests"]["finished"] == 60
+    small = ("--model", "Llama-2-7B", "--memory", "local", "--trace", trace)
+    result = json.loads(run(*small, "--compute", "a100:1", "--prefill", "h100:1", "--json").stdout)
+    assert [one["name"] for one in result["pools"]] == ["prefill", "compute"] and result["requests"]["finished"] == 60
     for arguments, said in (
         ((*POOLS, "--prefill", "h100:1", "--system", "disaggregated"), "--prefill is for pools of Lamina"),
         (
-            ("--model", "Llama-2-7B", "--compute", "a100:1", "--memory", "local", "--prefill", "h100:1"),
-            "memory workers",
+            (*small, "--compute", "a100:2", "--prefill", "h100:2", "--tensor-parallel", 2),
+            "own memory",
         ),
     ):
         commands.assert_refused(run(*arguments, "--trace", trace), said)

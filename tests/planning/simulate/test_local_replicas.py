@@ -1,0 +1,107 @@
+"""Replicas with KV in their own memory, which attend for each other, in the simulator."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lamina.planning.plan import hardware, model_shapes
+from lamina.planning.plan.workload import TracedRequest
+from lamina.planning.simulate import Arrivals, Deployment, Result, State, replay, simulate
+from lamina.planning.simulate.step_times import Lent
+
+CATALOGUE = hardware.load()
+LLAMA = model_shapes.find("Llama-2-7B")
+KEPT, ASKED = 2 * LLAMA.kv_heads * LLAMA.head_size * 2, LLAMA.query_heads * LLAMA.head_size * 2
+
+
+def replicas(count: int, **changes: Any) -> Deployment:
+    return Deployment(model=LLAMA, compute=CATALOGUE["a100"], compute_workers=count, local=True, **changes)
+
+
+def arriving(*requests: tuple[float, int, int]) -> Arrivals:
+    return replay(TracedRequest(*request) for request in requests)
+
+
+def gaps_of(result: Result) -> list[float]:
+    values, counts = result.log.gaps
+    return sorted(np.repeat(values, counts).tolist())
+
+
+def dense(deployment: Deployment, rows: int) -> float:
+    cost = deployment.compute_cost
+    return float(LLAMA.layers * cost.slice_seconds(rows) + cost.ends_seconds(1))
+
+
+def test_requests_that_fit_their_replica_are_what_they_are_on_one() -> None:
+    one, two = (simulate(replicas(count), arriving((0.0, 700, 5))) for count in (1, 2))
+    assert one.ttft_s == two.ttft_s and gaps_of(one) == gaps_of(two)
+
+
+def test_a_request_longer_than_one_memory_is_served_by_several_replicas() -> None:
+    room = replicas(1).kv_tokens
+    requests = arriving((0.0, int(1.5 * room), 3), (0.0, 100, 3))
+    assert simulate(replicas(1), requests).log.states == [State.REFUSED, State.FINISHED]
+    assert simulate(replicas(2), requests).log.states == [State.FINISHED, State.FINISHED]
+    alone = replicas(4, tensor_parallel=2)  # on GPUs: ranks that wait for each other serve no request of others
+    long = arriving((0.0, int(1.5 * alone.kv_tokens), 3))
+    assert simulate(alone, long).log.states == [State.REFUSED]
+
+
+def test_a_step_waits_for_the_longer_of_both_attentions() -> None:
+    """By the formulas of the cost model: attention to the first 2,048 tokens here, messages and attention elsewhere."""
+    deployment = replicas(2, kv_tokens_per_worker=2048)
+    result = simulate(deployment, arriving((0.0, 4000, 4)))
+    cost = deployment.compute_cost
+    wire, kept = float(cost.wire_seconds(ASKED)), float(cost.wire_seconds(KEPT))
+    round_trip = cost.fits.runtime.round_trip_s
+
+    def gap(step: int) -> float:
+        here, elsewhere = (float(cost.attention_seconds(tokens, 1)) for tokens in (2048, 1952 + step))
+        elsewhere += 3 * wire + 2 * kept + round_trip
+        assert elsewhere > here
+        return dense(deployment, 1) + LLAMA.layers * elsewhere
+
+    assert gaps_of(result) == pytest.approx([gap(step) for step in range(1, 4)], rel=1e-9)
+
+
+def test_a_replica_that_attends_for_another_decodes_more_slowly() -> None:
+    """Two short requests decode on a replica each, and a long one borrows from one of them."""
+    deployment = replicas(2, kv_tokens_per_worker=8192, max_num_batched_tokens=16_384)
+    short, long = [(0.0, 100, 300), (0.0, 100, 300)], (0.5, 16_000, 200)
+    without, beside = simulate(deployment, arriving(*short)), simulate(deployment, arriving(*short, long))
+    assert beside.log.count(State.FINISHED) == 3
+    helped = LLAMA.layers * float(deployment.compute_cost.attention_seconds(7808, 1))
+    longer = sorted((beside.log.end_s[:2] - without.log.end_s[:2]).tolist())
+    prompt_s = beside.log.first_s[2] - 0.5  # the other replica computes the prompt meanwhile
+    assert 0.5 * 150 * helped < longer[0] < 2 * 200 * helped + prompt_s
+
+
+def test_attention_lent_ends_with_the_steps_that_borrow() -> None:
+    lent = Lent()
+    lent.begin(1, 0, {1: 0.25})
+    lent.begin(2, 0, {1: 0.5})  # planned ahead
+    lent.begin(3, 2, {1: 1.0, 3: 2.0})
+    lent.begin(4, 1, {})
+    assert [lent.seconds(lender) for lender in (0, 1, 3)] == [0.0, 1.25, 2.0]
+    lent.end(1)
+    lent.end(4)
+    assert lent.seconds(1) == 1.5
+    lent.end(2)
+    lent.end(3)
+    assert lent.seconds(1) == lent.seconds(3) == 0.0
+
+
+def test_a_prompt_apart_sends_its_kv_to_the_replica_that_decodes_while_it_runs() -> None:
+    """One request takes what the formulas say of the kind that runs each part."""
+    deployment = replicas(1, prefill=CATALOGUE["h100"], prefill_workers=1)
+    result = simulate(deployment, arriving((0.0, 700, 5)))
+    first, second = deployment.prompts_alone, deployment
+    sent = 700 * KEPT
+    travel = sum(float(one.compute_cost.wire_seconds(sent)) for one in (first, second))
+    chunk = float(first.compute_cost.chunk_attention_seconds(700, 0))
+    waits = max(chunk, travel + second.compute_cost.fits.runtime.round_trip_s)
+    assert result.ttft_s.p50 == pytest.approx(dense(first, 700) + LLAMA.layers * waits, rel=1e-9)
+    attention = [float(second.compute_cost.attention_seconds(700 + step, 1)) for step in range(1, 5)]
+    assert gaps_of(result) == pytest.approx([dense(second, 1) + LLAMA.layers * each for each in attention], rel=1e-9)
+    assert [(pool.name, pool.kind) for pool in result.pools] == [("prefill", "h100"), ("compute", "a100-80g")]
