@@ -18,14 +18,19 @@ def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> 
     from lamina.planning.simulate.trial import SEED
 
     way, deployment = trial.way, course.deployment(trial.capacity)
-    second = f" --memory {way.memory.kind}:{way.memory_workers}" if way.memory else ""
-    second = " --memory local" if way.kind is Kind.LOCAL else second
+    first, second = f"--compute {way.compute.kind}:{way.compute_workers}", ""
+    if way.memory:
+        second = f" --memory {way.memory.kind}:{way.memory_workers}"
+    if way.kind is Kind.PREFILL:
+        first = f"--prefill {way.compute.kind}:{way.compute_workers} --compute {way.second.kind}:{way.memory_workers}"
+    if way.kind in (Kind.LOCAL, Kind.PREFILL):
+        second = " --memory local"
     lanes = f" --lanes {way.lanes} --pipelining {deployment.pipelining}" if way.kind is Kind.OFFLOADED else ""
     lanes += f" --kv-tokens-per-worker {way.segment}" if way.segment else ""
     chosen = f"--first {trial.requests}" if course.replays else f"--draw {trial.requests} --seed {SEED}"
     return (
         f"lamina simulate --model {shlex.quote(model)} --system {way.kind.system} "
-        f"--compute {way.compute.kind}:{way.compute_workers}{second} --tensor-parallel {way.tensor_parallel}{lanes} "
+        f"{first}{second} --tensor-parallel {way.tensor_parallel}{lanes} "
         f"--max-num-seqs {deployment.max_num_seqs} --max-num-batched-tokens {way.chunk} "
         f"--trace {shlex.quote(str(trace))} {chosen} "
         f"--rate-scale {course.rate_scale(trial.rate, trial.requests)} --prices {course.prices}"
@@ -42,11 +47,6 @@ def obstacle(way: "Way", shape: "ModelShape", model: str) -> str | None:
     if way.kind is Kind.APART:
         prefill, decode = _launch_kinds(way)
         pools = f"--prefill {prefill}:{way.compute_workers} --compute {decode}:{way.memory_workers}"
-        if way.tensor_parallel == 1:
-            return (
-                "This was simulated as another system, which sends a prompt's KV once it has been computed. "
-                f"`lamina launch {pools} --memory local` fetches it while the prompt runs; that is not ranked here."
-            )
         return (
             "lamina launch cannot start this: tensor-parallel replicas on GPUs cannot decode what others prefill. With "
             f"memory workers they can ({pools} --tensor-parallel {way.tensor_parallel} --memory KIND:N); that is not "
@@ -88,13 +88,17 @@ def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -
 def launch_command(way: "Way", shape: "ModelShape", model: str, batch: str) -> str:
     """Return the `lamina launch` command that starts a way. ``batch``: its options for sequences and rows."""
     from lamina.planning.plan.model_shapes import model_to_launch
-    from lamina.planning.plan.ways import Partition
+    from lamina.planning.plan.ways import Kind, Partition
 
     compute, *memory = _launch_kinds(way)
-    order = f" --lanes {way.lanes} --pipelining {'rotational' if way.rotates else 'fixed'}" if memory else ""
+    pools = f"--compute {compute}:{way.compute_workers} --memory local"
+    if way.kind is Kind.PREFILL:
+        pools = f"--prefill {compute}:{way.compute_workers} --compute {memory[0]}:{way.memory_workers} --memory local"
+    elif memory:
+        order = f"--lanes {way.lanes} --pipelining {'rotational' if way.rotates else 'fixed'}"
+        pools = f"--compute {compute}:{way.compute_workers} --memory {memory[0]}:{way.memory_workers} {order}"
     return (
-        f"lamina launch --model {shlex.quote(model_to_launch(model))} --compute {compute}:{way.compute_workers} "
-        f"--memory {f'{memory[0]}:{way.memory_workers}' if memory else 'local'}{order}"
+        f"lamina launch --model {shlex.quote(model_to_launch(model))} {pools}"
         + (f" --tensor-parallel {way.tensor_parallel}" if way.tensor_parallel > 1 else "")
         + (" --partition head" if way.partition is Partition.HEAD else "")
         + batch

@@ -234,7 +234,7 @@ def _coarse(way: Way) -> bool:
     counts = (way.compute_workers, way.memory_workers)
     if any(count & (count - 1) for count in counts) or (way.rotates and way.replicas > 1):
         return False
-    if way.kind is Kind.APART:
+    if way.kind.divides_roles:
         return True
     return way.chunk in _CHUNKS and way.lanes <= _MOST_LANES * way.replicas
 

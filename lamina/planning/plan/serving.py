@@ -26,7 +26,7 @@ from lamina.planning.plan.model_shapes import ModelShape
 from lamina.planning.plan.overheads import AS_PUBLISHED, NO_OVERHEAD, Engine
 from lamina.planning.plan.planner import MOST_ROWS
 from lamina.planning.plan.prices import Prices
-from lamina.planning.plan.ways import Capacity, Kind, Slo, Way
+from lamina.planning.plan.ways import Capacity, Kind, Slo, Way, lends_memory
 from lamina.planning.plan.workload import Workload
 
 MARGIN = 0.9
@@ -37,6 +37,9 @@ SEATED = 0.97
 
 POINTS = 80
 """Batches to try. Near the SLOs, a fraction of a sequence more counts: batches are means."""
+
+BATCHES = 12
+"""Batches at which prompts are tried where prefixes are cached beside what decodes."""
 
 LEAST_LOAD = 0.1
 """Share of what workers that prefill could do at which prompts are tried: workers that may do less keep no SLO."""
@@ -77,14 +80,14 @@ class Server:
             return None
         if way.kind is Kind.OFFLOADED:
             return self._two_pools(way)
-        return self._apart(way) if way.kind is Kind.APART else self._one_pool(way)
+        return self._apart(way) if way.kind.divides_roles else self._one_pool(way)
 
     def unfit(self, way: Way) -> str | None:
         """Return why the weights or the longest request do not fit; None if they do."""
         shape, longest = self.shape, self.workload.longest
         degree = way.tensor_parallel
-        holders = [way.compute, way.second] if way.kind is Kind.APART else [way.compute]
-        for kind in holders:
+        copies = [way.compute, way.second] if way.kind.divides_roles else [way.compute]
+        for kind in copies:
             if not self.models[kind.kind].weights_fit(degree):
                 held = degree * self.models[kind.kind].usable_bytes / 1e9
                 return f"{shape.weight_bytes / 1e9:.0f} GB of weights do not fit {degree} {kind.kind} ({held:.0f} GB)"
@@ -93,11 +96,20 @@ class Server:
             if longest > room:
                 return f"the longest request has {longest} tokens; {way.memory_workers} {way.second.kind} hold {room}"
             return None
-        for kind in holders:
-            room = int(0.98 * self._free(kind, degree, way.chunk))
+        for kind in copies if way.kind is Kind.APART else copies[-1:]:
+            count = self._lenders(way)
+            room = int(0.98 * count * self._free(kind, degree, way.chunk))
             if longest > room:
-                return f"the longest request has {longest} tokens; {degree} {kind.kind} hold {room} beside the weights"
+                holders = f"{count * degree} {kind.kind} hold {room} beside the weights"
+                return f"the longest request has {longest} tokens; {holders}"
         return None
+
+    @staticmethod
+    def _lenders(way: Way) -> int:
+        """Return how many copies of the weights that decode hold the KV of one request together."""
+        if way.kind is Kind.PREFILL:
+            return way.memory_workers // way.tensor_parallel
+        return way.replicas if way.kind is Kind.LOCAL and lends_memory(way.tensor_parallel, [way.compute]) else 1
 
     def _free(self, kind: Hardware, degree: int, chunk: int) -> float:
         """Return the tokens of KV that fit beside one copy of the weights, with steps of up to ``chunk`` tokens."""
@@ -142,15 +154,18 @@ class Server:
 
     def _one_pool(self, way: Way) -> Capacity | None:
         model, degree = self.models[way.compute.kind], way.tensor_parallel
-        local = way.kind is Kind.LOCAL  # Lamina keeps slots free for sequences to grow; vLLM preempts
+        local, lenders = way.kind is Kind.LOCAL, self._lenders(way)
         model = model.widened if local else model
+        # Lamina keeps slots free for sequences to grow; vLLM preempts.
         room = (1 - WATERMARK if local else 1) * self._free(way.compute, degree, way.chunk)
-        rows, found = self._rows(room, 1, way.chunk, ahead=AHEAD if local else 0)
+        rows, found = self._rows(room, 1, way.chunk, ahead=AHEAD if local else 0, lenders=lenders)
         if not len(rows):
             return None
         chunk, share = self._chunks(rows, way.chunk, found)
         attends = self._prompts.attention(model, model, way, found)
         plain = self._group_step(model, degree, rows)
+        if self.workload.live > room:  # most sequences are divided: each attention waits for other copies
+            plain = plain + self.shape.layers * model.fits.runtime.round_trip_s
         attention = plain - self._pass(model, degree, rows)
 
         def with_chunk(tokens: Floats, token_s: Floats) -> Floats:
@@ -169,10 +184,14 @@ class Server:
 
     def _apart(self, way: Way) -> Capacity | None:
         degree, groups = way.tensor_parallel, way.memory_workers // way.tensor_parallel
-        prefill, decode = self.models[way.compute.kind], self.models[way.second.kind]
-        rows, _ = self._rows(
-            self._free(way.second, degree, way.chunk), 1, 2 * MOST_ROWS, copies=0
-        )  # of what is sent, all is kept
+        decode = self.models[way.second.kind]
+        decode = decode.widened if way.kind.is_lamina else decode
+        free = self._free(way.second, degree, way.chunk)
+        own = way.kind is Kind.PREFILL  # then prefixes are cached, and shared, where sequences decode
+        if own:
+            rows, shared = self._rows((1 - WATERMARK) * free, 1, 2 * MOST_ROWS, ahead=AHEAD, lenders=groups)
+        else:  # of what is sent, all is kept
+            rows, shared = self._rows(free, 1, 2 * MOST_ROWS, copies=0)
         if not len(rows):
             return None
         steps = self._group_step(decode, degree, rows)
@@ -181,18 +200,21 @@ class Server:
         most = rates.max()
         if not most:
             return None
-        # Prompts are cached where they are computed, and nothing else is kept there.
-        room = way.replicas * self._free(way.compute, degree, way.chunk)
-        found = float(self.workload.reuse.found_tokens(np.array([room]), np.array([rows.max() * groups]))[0])
-        found = min(found, self.workload.prompt - 1)
-        limit, first_s = self._prompts.prefill_pool(prefill, degree, way.replicas, way.chunk, found)
-        loads = np.linspace(LEAST_LOAD, 1.0, 46)
-        kept = loads[first_s(loads) <= self.slo.ttft_s]
-        if not len(kept):
+        if own:  # a smaller batch leaves more room for prefixes
+            places = np.unique(np.linspace(0, len(rows) - 1, BATCHES).astype(int)).tolist()
+            found_s = {place: self._prompts_alone(way, float(shared[place])) for place in places}
+            up_to = np.maximum.accumulate(rates)
+            place = max(places, key=lambda one: min(float(up_to[one]), found_s[one][1]))
+            found, (limit, prompts), most = float(shared[place]), found_s[place], up_to[place]
+        else:  # prompts are cached where they are computed, and nothing else is kept there
+            room = way.replicas * self._free(way.compute, degree, way.chunk)
+            found = float(self.workload.reuse.found_tokens(np.array([room]), np.array([rows.max() * groups]))[0])
+            limit, prompts = self._prompts_alone(way, found)
+        if not prompts:
             return None
-        rate = min(limit * float(kept[-1]), float(most))
+        rate = min(prompts, float(most))
         # The smallest batch that draws as many tokens: it is what the rate leads to.
-        best = int(np.argmax(rates >= rate - 1e-12)) if rate < most else int(rates.argmax())
+        best = int(np.argmax(rates >= rate - 1e-12))
         usd = way.usd_per_hour(self.prices)
         return Capacity(
             way=way,
@@ -205,9 +227,18 @@ class Server:
             memory_busy=rate / float(most),
             usd_per_hour=sum(usd),
             prompt_usd=usd[0] / sum(usd),
-            found=found,
+            found=min(found, self.workload.prompt - 1),
             seats=max(1, int(rows[within].max())),
         )
+
+    def _prompts_alone(self, way: Way, found: float) -> tuple[float, float]:
+        """Return the prompts per second that the workers for prompts compute, and those within the SLO on TTFT."""
+        prefill, found = self.models[way.compute.kind], min(found, self.workload.prompt - 1)
+        prefill = prefill.widened if way.kind.is_lamina else prefill
+        limit, first_s = self._prompts.prefill_pool(prefill, way.tensor_parallel, way.replicas, way.chunk, found)
+        loads = np.linspace(LEAST_LOAD, 1.0, 46)
+        kept = loads[first_s(loads) <= self.slo.ttft_s]
+        return limit, limit * float(kept[-1]) if len(kept) else 0.0
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -242,7 +273,9 @@ class Server:
             found=float(found[best]),
         )
 
-    def _rows(self, room: float, lanes: int, chunk: int, copies: int = 1, ahead: int = 0) -> tuple[Floats, Floats]:
+    def _rows(
+        self, room: float, lanes: int, chunk: int, copies: int = 1, ahead: int = 0, lenders: int = 1
+    ) -> tuple[Floats, Floats]:
         """Return the decode rows of a batch to try, and the prompt tokens found by a prefix cache in the free KV.
 
         Args:
@@ -251,12 +284,13 @@ class Server:
             chunk: Most rows of a step.
             copies: Copies of the sequences' shared prefix; 0 if every sequence has its own.
             ahead: Tokens kept free for each sequence.
+            lenders: Number of such rooms that hold the sequences of all together.
         """
         reuse = self.workload.reuse
         common = copies * reuse.shared
         each = self.workload.live - (reuse.shared if copies else 0) + ahead
         most = min((room - common) / each / lanes, chunk - 1, MOST_ROWS)
-        if most * lanes < 1:
+        if most * lanes * lenders < 1:
             return np.zeros(0), np.zeros(0)
         full = np.arange(128, most, 128)  # these fill the tiles of matrix products
         rows = np.union1d(np.geomspace(min(most, 0.25), most, POINTS), full)

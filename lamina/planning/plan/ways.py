@@ -1,8 +1,8 @@
 """Enumerates ways to serve a model on given devices: layouts of pools, parallelism and lanes.
 
-A ``Way`` is a layout of one of three systems: attention offloaded to a second pool (Lamina); one pool with KV beside
-each copy of the weights (Lamina, local memory); prefill and decode apart, on one or two kinds. ``baselines`` are
-layouts of another system with one pool, for comparison.
+A ``Way`` is a layout of Lamina: attention offloaded to a second pool; one pool with KV beside each copy of the weights
+(local memory); prefill apart from decode, on one or two kinds, with local memory. Where Lamina cannot keep them apart
+so, the way is one of another system. ``baselines`` are layouts of another system with one pool, for comparison.
 """
 
 import enum
@@ -39,22 +39,28 @@ RIVAL = 1.5
 
 
 class Kind(enum.Enum):
-    """The three systems, and ``ONE_POOL`` for another system on one pool."""
+    """Lamina's three systems; ``ONE_POOL`` and ``APART`` are other systems, on one pool and on two."""
 
     OFFLOADED = "lamina"
     LOCAL = "local"
+    PREFILL = "prefill-apart"
     ONE_POOL = "chunked-prefill"
     APART = "disaggregated"
 
     @property
     def system(self) -> str:
-        """The simulator's name of the system; "lamina" for local memory too."""
-        return Kind.OFFLOADED.value if self is Kind.LOCAL else self.value
+        """The simulator's name of the system."""
+        return Kind.OFFLOADED.value if self.is_lamina else self.value
+
+    @property
+    def divides_roles(self) -> bool:
+        """Whether some workers only prefill, and the others only decode."""
+        return self in (Kind.PREFILL, Kind.APART)
 
     @property
     def is_lamina(self) -> bool:
         """Whether Lamina's runtime serves this way, or another engine."""
-        return self in (Kind.OFFLOADED, Kind.LOCAL)
+        return self in (Kind.OFFLOADED, Kind.LOCAL, Kind.PREFILL)
 
 
 class Partition(enum.Enum):
@@ -71,9 +77,9 @@ class Way:
     Attributes:
         kind: The system.
         chunk: Most rows of a step (max_num_batched_tokens).
-        compute: Hardware of the pool with weights; with ``APART``, of the pool that prefills.
+        compute: Hardware of the pool with weights; if roles are divided, of the pool that prefills.
         compute_workers: Workers of that pool.
-        memory: Hardware of the memory pool; with ``APART``, of the pool that decodes; None without a second pool.
+        memory: Hardware of the memory pool; if roles are divided, of the pool that decodes; None without a second pool.
         memory_workers: Workers of that pool.
         tensor_parallel: Devices of one copy of the weights, in both pools.
         lanes: Lanes with ``OFFLOADED``, else 1.
@@ -122,7 +128,7 @@ class Way:
         if self.kind is Kind.ONE_POOL:
             return f"{self.compute.kind}:{self.compute_workers} alone, {copies}"
         second = f"{self.second.kind}:{self.memory_workers}"
-        if self.kind is Kind.APART:
+        if self.kind.divides_roles:
             return f"{self.compute.kind}:{self.compute_workers} prefill, {second} decode, TP{self.tensor_parallel}"
         order = "rotating" if self.rotates else "fixed"
         parts = f", KV in parts of {self.segment}" if self.segment else ""
@@ -273,7 +279,7 @@ def _apart(shape: ModelShape, first: tuple[Hardware, int], second: tuple[Hardwar
             left = most - prefilling * degree if other is kind else most_other
             for decoding in range(1, left // degree + 1):
                 yield Way(
-                    kind=Kind.APART,
+                    kind=Kind.PREFILL if lends_memory(degree, (kind, other)) else Kind.APART,
                     chunk=CHUNKS[-1],
                     compute=kind,
                     compute_workers=prefilling * degree,
@@ -281,6 +287,11 @@ def _apart(shape: ModelShape, first: tuple[Hardware, int], second: tuple[Hardwar
                     memory_workers=decoding * degree,
                     tensor_parallel=degree,
                 )
+
+
+def lends_memory(degree: int, kinds: Sequence[Hardware]) -> bool:
+    """Return whether copies of the weights attend for each other to KV in local memory (``Deployment.lends``)."""
+    return degree == 1 or {kind.kind for kind in kinds} == {"cpu"}
 
 
 def _degrees(shape: ModelShape) -> list[int]:

@@ -218,7 +218,8 @@ class _Borrowed:
         tokens: Tokens that these rows see.
         chunks_s: Seconds of attention of prompt chunks.
         asked: Rows that q is sent of, and attention comes back.
-        kept: Rows that k and v are sent of.
+        kept: Decoding rows that k and v are sent of.
+        pulled: Rows of prompt chunks whose k and v the replica pulls.
     """
 
     rows: int = 0
@@ -226,13 +227,15 @@ class _Borrowed:
     chunks_s: float = 0.0
     asked: int = 0
     kept: int = 0
+    pulled: int = 0
 
 
 class LocalStepModel(_Model):
     """Times of steps with KV in the memory of replicas.
 
     Replicas attend to what steps of other replicas need of their memory as memory workers do, and their own steps take
-    longer by as much.
+    longer by as much. K and V of a prompt are pulled while its later slices run, and only delay a step that takes less
+    time than the pulls.
     """
 
     latency_s = 0.0  # most steps send no message; the latency of the others is part of their shares
@@ -266,11 +269,12 @@ class LocalStepModel(_Model):
             for place, held in _tokens(places, chunk.start + length):
                 if place != own and held:
                     other = borrowed[place]
-                    other.kept += held - before[place]
+                    other.pulled += held - before[place]
                     other.asked += length if before[place] else 0
                     other.chunks_s += float(self._holders[place].prefix_attention_seconds(length, before[place])) / tp
             attention_s += float(cost.chunk_attention_seconds(length, before.get(own, 0), tp))
-        shares = [self._share(place, one) for place, one in borrowed.items()]
+        slice_s = self._slices.inner[rows] + attention_s
+        shares = [self._share(place, one, slice_s) for place, one in borrowed.items()]
         self._lent.begin(plan.step, plan.lane, {place: seconds for place, _, seconds, _ in shares})
         asked = sum(one.asked for one in borrowed.values()) * self._asked_bytes
         sent = asked + sum(one.kept for one in borrowed.values()) * self._kept_bytes
@@ -311,8 +315,11 @@ class LocalStepModel(_Model):
                 borrowed[last].kept += 1
         return rows, tokens
 
-    def _share(self, place: int, borrowed: _Borrowed) -> tuple[int, float, float, float]:
-        """Return a share of ``_native.Shares``: a replica, and its seconds of receiving, attention and sending."""
+    def _share(self, place: int, borrowed: _Borrowed, slice_s: float) -> tuple[int, float, float, float]:
+        """Return a share of ``_native.Shares``: a replica, and its seconds of receiving, attention and sending.
+
+        ``slice_s``: Seconds from one attention to the next without messages.
+        """
         cost, rows = self._holders[place], borrowed.rows
         latency_s = cost.fits.runtime.round_trip_s / 2
         attention_s = borrowed.chunks_s
@@ -321,4 +328,6 @@ class LocalStepModel(_Model):
         asked = borrowed.asked * self._asked_bytes
         received = asked + borrowed.kept * self._kept_bytes
         receive_s, send_s = (float(cost.wire_seconds(nbytes)) / self._tp for nbytes in (received, asked))
+        pulling_s = max(float(one.wire_seconds(borrowed.pulled * self._kept_bytes)) for one in (self._compute, cost))
+        receive_s += max(0.0, pulling_s / self._tp - slice_s)
         return place, latency_s + receive_s, attention_s, latency_s + send_s

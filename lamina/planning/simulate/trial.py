@@ -158,8 +158,9 @@ class Course:
     def _steps_of_request(self, capacity: Capacity) -> float:
         """Return the steps per request; every group of sequences that decode together has its own steps."""
         way, workload = capacity.way, self._workload
-        decoders = {Kind.OFFLOADED: way.lanes, Kind.APART: way.memory_workers // way.tensor_parallel}
-        groups = decoders.get(way.kind, way.replicas)
+        groups = way.lanes if way.kind is Kind.OFFLOADED else way.replicas
+        if way.kind.divides_roles:
+            groups = way.memory_workers // way.tensor_parallel
         return workload.output * groups / capacity.batch + (workload.prompt - capacity.found) / way.chunk
 
     def arrivals(self, requests: int, rate: float) -> Arrivals:
@@ -170,13 +171,16 @@ class Course:
     def deployment(self, capacity: Capacity) -> Deployment:
         """Return the deployment of a way, with ``max_num_seqs`` for the closed form's batch."""
         way = capacity.way
+        apart = way.kind is Kind.PREFILL
         return Deployment(
             model=self._shape,
-            compute=way.compute,
-            compute_workers=way.compute_workers,
-            memory=way.memory,
-            memory_workers=way.memory_workers,
-            local=way.kind is Kind.LOCAL,
+            compute=way.second if apart else way.compute,
+            compute_workers=way.memory_workers if apart else way.compute_workers,
+            memory=None if apart else way.memory,
+            memory_workers=0 if apart else way.memory_workers,
+            prefill=way.compute if apart else None,
+            prefill_workers=way.compute_workers if apart else 0,
+            local=apart or way.kind is Kind.LOCAL,
             tensor_parallel=way.tensor_parallel,
             lanes=way.lanes if way.kind is Kind.OFFLOADED else None,
             pipelining="rotational" if way.rotates else "fixed" if way.kind is Kind.OFFLOADED else "auto",

@@ -250,10 +250,13 @@ def test_one_pool_is_a_question_too() -> None:
     assert any("h100:2 with local memory, 2 x TP1" in way for way in found) and not any("alone" in way for way in found)
     assert not any("offload" in line for line in result["recommended"])
     for one in result["ways"]:
-        assert one["starts_here"] == (parsed_or_none(one["launch"][0]) is not None) == (one["system"] == "local")
+        assert (
+            one["starts_here"] == (parsed_or_none(one["launch"][0]) is not None) == (one["system"] != "disaggregated")
+        )
         if one["starts_here"]:
             settings = parsed(one["launch"][0])
-            assert (settings["compute"], settings["memory"], settings["prefill"]) == ("h100:2", "local", None)
+            pools = ("h100:2", None) if one["system"] == "local" else ("h100:1", "h100:1")
+            assert (settings["compute"], settings["prefill"], settings["memory"]) == (*pools, "local")
 
 
 def parsed_or_none(line: str) -> dict[str, Any] | None:

@@ -99,8 +99,9 @@ def serves(
     workers += server.workers()
     try:
         commands = [" ".join(worker.cmdline()) for worker in workers]
-        assert sum("lamina.compute" in command for command in commands) == way.compute_workers
-        assert sum("lamina.memory.worker" in command for command in commands) == way.memory_workers
+        second, apart = way.memory_workers, way.kind is Kind.PREFILL
+        assert sum("lamina.compute" in command for command in commands) == way.compute_workers + second * apart
+        assert sum("lamina.memory.worker" in command for command in commands) == (0 if apart else second)
         body = {"prompt": prompts, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=RUN_S).json()
     finally:
@@ -110,7 +111,13 @@ def serves(
 
 
 ON_CPUS = lines(CPU, CPU)
-ORDINARY = ["local", "local, TP2, copies", "lamina, rotating", "lamina, copies, several fixed, in parts, memories"]
+ORDINARY = [
+    "local",
+    "local, TP2, copies",
+    "prefill-apart",
+    "lamina, rotating",
+    "lamina, copies, several fixed, in parts, memories",
+]
 
 
 @pytest.mark.parametrize("kind", sweep(ON_CPUS, ORDINARY), ids=str)
@@ -119,7 +126,14 @@ def test_a_line_on_cpus(kind: tuple[Way, str], workers: list[psutil.Process], ex
 
 
 ON_GPUS = lines(CATALOGUE["h100"], CATALOGUE["h20"])
-EMULATED = ["local", "local, copies", "local, TP2, copies", "lamina, TP2, fixed", "lamina, copies, rotating, memories"]
+EMULATED = [
+    "local",
+    "local, copies",
+    "local, TP2, copies",
+    "prefill-apart",
+    "lamina, TP2, fixed",
+    "lamina, copies, rotating, memories",
+]
 
 
 @pytest.mark.slow

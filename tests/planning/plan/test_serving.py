@@ -43,7 +43,8 @@ def pools(compute: int = 2, memory: int = 2) -> tuple[Pool, Pool]:
 
 def of_kind(kind: Kind) -> list[Way]:
     """The ways of a system, or of the one that Lamina is compared with."""
-    every = (*baselines(SMALL, *pools(1, 1)), *ways(SMALL, *pools(1, 1)))
+    workers = pools(2, 2) if kind is Kind.APART else pools(1, 1)  # without tensor parallelism, Lamina does it
+    every = (*baselines(SMALL, *workers), *ways(SMALL, *workers))
     return [way for way in every if way.kind is kind]
 
 
@@ -89,7 +90,7 @@ def test_a_pool_that_only_decodes_keeps_all_of_each_sequence() -> None:
     """Where nine tenths of all prompts are the same, too: the room for KV limits the load as the simulator says."""
     served = workload.of_lengths(4000, 200, Sessions(shared=3600))
     found = [
-        one for way in ways(SMALL, *pools(1, 1)) if way.kind is Kind.APART and (one := server(served).evaluate(way))
+        one for way in ways(SMALL, *pools(1, 1)) if way.kind is Kind.PREFILL and (one := server(served).evaluate(way))
     ]
     best = shortlist(found)[0]
     trial = Course(SMALL, served, trace(served), RENTS, Slo(), turnovers=4).highest_load(best)
@@ -236,7 +237,7 @@ def test_every_system_on_every_kind_competes() -> None:
     every = list(ways(SMALL, *pools()))
     kept = shortlist([one for way in every if (one := place.evaluate(way))])
     seen = {(one.way.kind, one.way.compute.kind) for one in kept}
-    assert {(Kind.LOCAL, "h100"), (Kind.LOCAL, "h20"), (Kind.OFFLOADED, "h100"), (Kind.APART, "h100")} <= seen
+    assert {(Kind.LOCAL, "h100"), (Kind.LOCAL, "h20"), (Kind.OFFLOADED, "h100"), (Kind.PREFILL, "h100")} <= seen
     assert all(one.usd_per_hour > 0 for one in kept)
     assert {way.tensor_parallel for way in every if way.kind is Kind.LOCAL} == {1, 2}
     assert not any(way.kind is Kind.ONE_POOL for way in every), "a system to compare with, which plans do not advise"
@@ -310,7 +311,7 @@ def test_what_is_recommended_is_the_cheapest_that_was_simulated(planned: tuple[P
 def test_requests_that_wait_between_prefill_and_decoding_are_not_within_the_slos(stall_s: float, kept: bool) -> None:
     """Each waits once, for seconds, in hundreds of gaps: no percentile of all gaps shows that."""
     course = Course(SMALL, workload.of_lengths(800, 300), [], RENTS, Slo(tbt_s=0.1, ttft_s=2.0))
-    one = next(way for way in ways(SMALL, *pools(1, 1)) if way.kind is Kind.APART)
+    one = next(way for way in ways(SMALL, *pools(1, 1)) if way.kind is Kind.PREFILL)
     found = server(workload.of_lengths(800, 300)).evaluate(one)
     assert found is not None
     log = RequestLog(Arrivals(np.arange(50.0), np.full(50, 800), np.full(50, 300)))

@@ -97,10 +97,10 @@ def test_a_prompt_apart_sends_its_kv_to_the_replica_that_decodes_while_it_runs()
     deployment = replicas(1, prefill=CATALOGUE["h100"], prefill_workers=1)
     result = simulate(deployment, arriving((0.0, 700, 5)))
     first, second = deployment.prompts_alone, deployment
-    sent = 700 * KEPT
-    travel = sum(float(one.compute_cost.wire_seconds(sent)) for one in (first, second))
+    pulling = max(float(one.compute_cost.wire_seconds(700 * KEPT)) for one in (first, second))
     chunk = float(first.compute_cost.chunk_attention_seconds(700, 0))
-    waits = max(chunk, travel + second.compute_cost.fits.runtime.round_trip_s)
+    later = max(0.0, pulling - float(first.compute_cost.slice_seconds(700)) - chunk)
+    waits = max(chunk, later + second.compute_cost.fits.runtime.round_trip_s)
     assert result.ttft_s.p50 == pytest.approx(dense(first, 700) + LLAMA.layers * waits, rel=1e-9)
     attention = [float(second.compute_cost.attention_seconds(700 + step, 1)) for step in range(1, 5)]
     assert gaps_of(result) == pytest.approx([dense(second, 1) + LLAMA.layers * each for each in attention], rel=1e-9)

@@ -81,7 +81,7 @@ def test_a_request_that_arrives_while_a_step_runs_joins_the_next_that_is_not_pla
 
 def capacity(kind: Kind) -> Capacity:
     """A way on one H100, or two, with a rate to begin with."""
-    memory = CATALOGUE["h100"] if kind is Kind.APART else CATALOGUE["h20"] if kind is Kind.OFFLOADED else None
+    memory = CATALOGUE["h100"] if kind.divides_roles else CATALOGUE["h20"] if kind is Kind.OFFLOADED else None
     way = Way(
         kind=kind,
         chunk=1024,
