@@ -9,6 +9,7 @@ from lamina.core.steps import SequenceStep, StepPlan
 from lamina.core.topology import Epoch, Member, Topology
 from lamina.kv.placement import Placement
 from lamina.schedule.limits import Limits
+from lamina.schedule.scratch import Rooms
 from lamina.schedule.turn import Turn
 from tests.support.schedules import ATTENTIONS, request
 
@@ -27,11 +28,13 @@ def begin(made: Turn, name: str = "0", prompt: int = PROMPT, n: int = 1) -> Grou
     return made.scheduler.submit(request(name, prompt, max_tokens=4, n=n))
 
 
-def run(made: Turn, plans: list[StepPlan] | None = None, until: int = 1000) -> list[StepPlan]:
-    """Complete steps in order, and return all that were planned; at most ``until`` are completed."""
+def run(made: Turn, plans: list[StepPlan] | None = None, steps: int = 1000) -> list[StepPlan]:
+    """Complete at most ``steps`` steps in order. Returns ``plans`` and those that were planned meanwhile."""
     planned = list(made.plan(0.0)) if plans is None else plans
-    for plan in (planned[place] for place in range(until) if place < len(planned)):
-        for answer in made.in_order(StepDone(plan.step, [])):
+    for _ in range(steps):
+        if not made.in_flight:
+            break
+        for answer in made.in_order(StepDone(min(made.in_flight), [])):
             for group, completion in made.complete(answer).values():
                 completion.generated.append(5)
                 if len(completion.generated) == group.max_tokens:
@@ -50,21 +53,24 @@ def test_a_prompt_of_several_chunks_stays_in_its_lane(n: int) -> None:
     group = begin(made, n=n)
     planned = list(made.plan(0.0))
     assert made.scheduler.scratch.used == PROMPT
-    planned = run(made, planned)
+    while not group.completions[0].generated:
+        assert made.scheduler.scratch.used == PROMPT
+        planned = run(made, planned, steps=1)
     found = chunks(planned, group.completions[0].sequence)
     assert [(lane, one.start) for lane, one in found] == [(group.lane, start) for start in range(0, PROMPT, ROWS)]
     assert all(one.scratch for _, one in found)
-    assert made.scheduler.scratch.used == 0
+    assert group.alive and made.scheduler.scratch.used == 0
 
 
 def test_a_prompt_of_one_chunk_or_without_room_uses_memory_workers() -> None:
     made = turn(Pipeline(1, 1))
-    short, first, second = begin(made, "short", ROWS), begin(made, "first"), begin(made, "second", PROMPT - 1)
+    groups = begin(made, "short", ROWS), begin(made, "first"), begin(made, "second", PROMPT - 1)
     planned = run(made)
-    kept = [[one.scratch for _, one in chunks(planned, group.completions[0].sequence)] for group in (short, first)]
-    assert kept[0] == [False] and all(kept[1]) and len(kept[1]) > 1
-    others = [one.scratch for _, one in chunks(planned, second.completions[0].sequence)]
-    assert len(others) > 1 and len({*others}) == 1, "scratch memory holds all of a prompt's chunks or none"
+    short, *long = ([one.scratch for _, one in chunks(planned, group.completions[0].sequence)] for group in groups)
+    assert short == [False] and min(map(len, long)) > 1
+    assert sorted(sorted({*kept}) for kept in long) == [[False], [True]], (
+        "scratch memory holds all chunks of one prompt"
+    )
     assert made.scheduler.scratch.used == 0
 
 
@@ -82,7 +88,9 @@ def test_a_prompt_that_continues_a_cached_prefix_uses_memory_workers() -> None:
     begin(made, "first", 40)
     run(made)
     again = begin(made, "again")
-    found = chunks(run(made), again.completions[0].sequence)
+    planned = list(made.plan(0.0))
+    assert planned and not made.scheduler.scratch.used
+    found = chunks(run(made, planned), again.completions[0].sequence)
     assert found[0][1].start > 0 and not any(one.scratch for _, one in found)
 
 
@@ -114,7 +122,7 @@ def topology(pipeline: Pipeline, tokens: int = TOKENS, number: int = 2) -> Topol
 def test_after_the_end_of_an_epoch_a_prompt_continues_without_scratch_memory() -> None:
     made = turn()
     group = begin(made)
-    run(made, until=2)
+    run(made, steps=2)
     made.end_epoch(topology(TWO))
     assert made.scheduler.scratch.used == 0
     made.begin_epoch()
@@ -142,6 +150,22 @@ def test_a_prompt_that_changes_its_replica_does_not_return_to_scratch_memory() -
     kept = [one.scratch for _, one in chunks(planned, group.completions[0].sequence)]
     assert kept[0] and not kept[-1] and kept == sorted(kept, reverse=True)
     assert made.scheduler.scratch.used == 0
+
+
+def test_a_prompt_that_returns_to_its_replica_before_it_has_run_elsewhere_uses_memory_workers() -> None:
+    """Workers that do not run a sequence may have forgotten it meanwhile."""
+    rooms = Rooms([("compute0", TOKENS), ("compute1", TOKENS)])
+    group = begin(turn())
+    (completion,) = group.completions
+    completion.cached = ROWS
+    assert rooms.of_lane(0).add_chunk(group, completion, 0) and rooms.of_lane(0).holds(group, completion)
+    for lane in (1, 0):
+        rooms.on_dealt(lambda _, lane=lane: rooms.of_lane(lane))  # type: ignore[misc]
+    assert rooms.used == PROMPT and not rooms.of_lane(0).holds(group, completion)
+    completion.cached += ROWS
+    assert not rooms.of_lane(0).add_chunk(group, completion, ROWS)
+    rooms.end(group)
+    assert rooms.used == 0
 
 
 def test_a_replica_has_as_much_scratch_memory_as_the_worker_with_least() -> None:
