@@ -81,7 +81,7 @@ def test_the_interface_describes_itself(server: Running) -> None:
     statuses = {
         path: {*operation["responses"]} for path in schema["paths"] for operation in schema["paths"][path].values()
     }
-    assert statuses[COMPLETION] == statuses[CHAT] == {"200", "400", "404", "408", "413", "429", "503"}
+    assert statuses[COMPLETION] == statuses[CHAT] == {"200", "400", "404", "408", "413", "415", "429", "503"}
     assert statuses["/health"] == {"200", "503"} and statuses["/v1/models/{name}"] == {"200", "404"}
     assert "/openapi.json" in refusal(server.http.get("/docs"), 404)["message"]  # a page of scripts from elsewhere
 
