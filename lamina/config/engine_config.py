@@ -191,18 +191,6 @@ class EngineConfig:
             group="Pools",
         ),
     ] = None
-    prompt_attention: Annotated[
-        PromptAttention,
-        Meaning(
-            "Which workers attend to the earlier chunks of a long prompt. memory: memory workers, so that several "
-            "replicas or stages can run chunks of it at once. compute: the replica that runs it, which keeps a copy of "
-            "its KV until its last chunk while memory workers only store the KV. The copies take at most a tenth of "
-            "the free memory, or half on a GPU without other KV; prompts without room use memory workers. auto: "
-            "compute if one replica of one stage runs all prompts, and it does not decode, or it is on GPUs and memory "
-            "workers are on CPUs.",
-            group="Scheduling",
-        ),
-    ] = "auto"
     slo_ttft_ms: Annotated[
         int | None,
         Meaning(
@@ -212,11 +200,23 @@ class EngineConfig:
             group="Scheduling",
         ),
     ] = None
+    prompt_attention: Annotated[
+        PromptAttention,
+        Meaning(
+            "Workers that attend to a prompt's earlier chunks. memory: memory workers, so that several "
+            "replicas or stages can run chunks of it at once. compute: the replica that runs it, which keeps a copy of "
+            "its KV until its last chunk while memory workers only store the KV. The copies take at most a tenth of "
+            "the free memory, or half on a GPU without other KV; prompts without room use memory workers. auto: "
+            "compute if one replica of one stage runs all prompts, and it does not decode, or it is on GPUs and memory "
+            "workers are on CPUs.",
+            group="Scheduling",
+        ),
+    ] = "auto"
     policy: Annotated[
         str,
         Meaning(
-            "Order of requests: which is admitted, preempted, computed first. fifo: order of arrival, fair between "
-            "clients; shortest: shortest prompt first; priority: smallest priority of the request first; slo: earliest "
+            "Order in which requests are admitted and computed. fifo: order of arrival, fair between clients; "
+            "shortest: shortest prompt first; priority: smallest priority of the request first; slo: earliest "
             "deadline by slo_ttft_ms first, late requests last; or the name of an entry point lamina.policies.",
             group="Scheduling",
         ),

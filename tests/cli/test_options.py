@@ -41,6 +41,7 @@ GIVEN: dict[str, Any] = {
     "balance": "ledger",
     "slo_tbt_ms": 60,
     "slo_ttft_ms": 900,
+    "prompt_attention": "compute",
     "policy": "shortest",
     "kv_overcommit": 2.5,
     "kv_spill_dir": "/folder",
