@@ -28,7 +28,7 @@ from tests.support.sweep import sweep
 from tests.support.waiting import wait_until
 
 TOKENS = 6
-PROMPTS = [[random.Random(length).randrange(3, 90) for _ in range(length)] for length in (150, 203)]
+PROMPTS = [random.Random(length).choices(range(3, 90), k=length) for length in (150, 203)]
 WAYS: dict[str, dict[str, Any]] = {
     "two replicas": {},
     "two stages": {"pipeline_parallel": 2},

@@ -26,7 +26,7 @@ from tests.support.running import run_all
 from tests.support.sweep import sweep
 
 TOKENS = 10
-PROMPTS = [[random.Random(length).randrange(3, 90) for _ in range(length)] for length in (1, 7, 20, 33)]
+PROMPTS = [random.Random(length).choices(range(3, 90), k=length) for length in (1, 7, 20, 33)]
 needs_kernels = pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX2")
 
 
