@@ -306,9 +306,10 @@ def uses_scratch(config: EngineConfig, pipeline: Pipeline, kinds: Mapping[Role, 
 
     ``auto``: where one replica of one stage runs all prompts, and either does not decode, or is on GPUs while memory
     workers are on CPUs. Without scratch memory, several replicas or stages can run chunks of one prompt at once. Where
-    replicas hold all KV and run prompts, prompts attend there in any case.
+    replicas hold all KV and run prompts, prompts attend there in any case. Lanes that always rotate over several
+    replicas would never use scratch memory.
     """
-    if not kinds["memory"] and not pipeline.prefill:
+    if (not kinds["memory"] and not pipeline.prefill) or (pipeline.rotates and pipeline.replicas > 1):
         return False
     if config.prompt_attention != "auto":
         return config.prompt_attention == "compute"

@@ -130,8 +130,8 @@ class Scheduler:
         return Lane(self.placement.longest, number, pace, role, scratch, allowance=allowance, prompts=prompts)
 
     def _scratch_of(self, lane: int) -> Room:
-        """Return the scratch memory for the prompts of a lane; none if it rotates over the replicas."""
-        return Room() if self.rotates else self.scratch.of_lane(lane)
+        """Return the scratch memory for the prompts of a lane."""
+        return self.scratch.of_lane(lane, self.rotates)
 
     def _pace_of(self, lane: int) -> Pace | None:
         """Return the pace of a lane; None for a prefill lane, in which no sequence decodes."""

@@ -66,9 +66,11 @@ class Rooms:
         known = dict(self._rooms)
         self._rooms = [(name, known.get(name) or Room(tokens)) for name, tokens in scratch]
 
-    def of_lane(self, lane: int) -> Room:
-        """Return the scratch memory of a lane that stays on one replica."""
-        return self._rooms[lane % len(self._rooms)][1] if self._rooms else Room()
+    def of_lane(self, lane: int, rotates: bool) -> Room:
+        """Return the scratch memory of the replica that runs a lane; none if the lane rotates over several replicas."""
+        if not self._rooms or (rotates and len(self._rooms) > 1):
+            return Room()
+        return self._rooms[lane % len(self._rooms)][1]
 
     def on_dealt(self, room_of: Callable[[Group], Room]) -> None:
         """Let prompts that were dealt to other replicas continue without scratch memory.

@@ -47,9 +47,10 @@ def chunks(plans: list[StepPlan], sequence: int) -> list[tuple[int, SequenceStep
     return [(plan.lane, one) for plan in plans for one in plan.chunks if one.sequence == sequence]
 
 
+@pytest.mark.parametrize("pipeline", [TWO, Pipeline(2, 1, rotates=True)], ids=["two replicas", "rotating over one"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_prompt_of_several_chunks_stays_in_its_lane(n: int) -> None:
-    made = turn()
+def test_a_prompt_of_several_chunks_stays_in_its_lane(n: int, pipeline: Pipeline) -> None:
+    made = turn(pipeline)
     group = begin(made, n=n)
     planned = list(made.plan(0.0))
     assert made.scheduler.scratch.used == PROMPT
