@@ -159,13 +159,16 @@ class Pools:
         coming = {pool: self.coming(pool) for pool in self.wanted}
         return ResizePlanner(self._fabric, self._pipeline, self.topology, placement, changing, coming, self.wanted)
 
-    def _start(self, pool: Pool, kinds: Kinds, resize: Resize | None) -> None:
-        """Start workers that enter together, for ``resize``, or as a replacement (None)."""
+    def _start(self, pool: Pool, kinds: Kinds, resize: Resize | None, added: int | None = None) -> None:
+        """Start workers that enter together, for ``resize``, or as a replacement (None).
+
+        ``added``: By how much ``wanted`` has grown for them; by default, by all of them.
+        """
 
         def on_failed(error: LaminaError, again: bool) -> None:
             is_remote = REMOTE in kinds
             if again and not is_remote:
-                self._start(pool, kinds, resize)
+                self._start(pool, kinds, resize, added)
                 return
             if resize is None and not is_remote:
                 self._replace(pool, kinds, error)
@@ -174,7 +177,7 @@ class Pools:
             if resize is None:
                 self._replacements.add_vacancy(pool, kinds, self._control.liveness.awake_s + RETRY_S)
             else:
-                self.wanted[pool] -= len(kinds)
+                self.wanted[pool] -= len(kinds) if added is None else added
                 resize.fail(error)
 
         try:
@@ -278,8 +281,9 @@ class Pools:
                 launcher.refuse_offers(pool, str(error))
                 continue
             # Fewer come than the pool is to have where lost workers are not replaced.
-            self.wanted[pool] = max(self.wanted[pool], self._coming_size(pool) + each)
-            self._start(pool, (REMOTE,) * each, Resize(left=each))
+            added = max(0, self._coming_size(pool) + each - self.wanted[pool])
+            self.wanted[pool] += added
+            self._start(pool, (REMOTE,) * each, Resize(left=each), added)
 
     def _let_wishers_leave(self) -> None:
         for wish in self._workers.wishes():

@@ -191,6 +191,15 @@ def test_pools_are_to_have_the_workers_that_joined_from_other_machines_and_not_t
     assert pools.wanted["memory"] == 1 and pools.topology.memories == ("memory1",)
 
 
+def test_lost_workers_are_still_missed_after_a_worker_of_another_machine_has_failed_to_join() -> None:
+    pools = pools_of(TOPOLOGY, agents=["memory"], wanted={**TOPOLOGY.sizes, "memory": 3})
+    pools._replacements.pop_due(0.0)  # an engine that replaces none
+    pools.turn(steady=True)
+    (joiner,) = pools._joins._joiners
+    pools._joins._fail(joiner, TransportError("its machine has gone"))
+    assert pools.coming("memory") == 0 and pools.wanted["memory"] == 3
+
+
 @pytest.mark.parametrize("capacity", [0, 9])
 def test_a_worker_of_another_machine_joins_the_pool_that_it_is_for(capacity: int) -> None:
     """But the prefill pool only where other replicas can decode what it has computed: not with local memory. There the
