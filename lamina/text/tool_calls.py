@@ -5,7 +5,6 @@ arguments, which are JSON text. Text that may be the beginning of a call is held
 """
 
 import contextlib
-import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Protocol
@@ -378,10 +377,13 @@ class MistralCalls(Calls):
         if self._listed:
             super()._begin_call()
             return True
-        if (found := re.search(r"(\[CALL_ID\][^\[{]*)?(\[ARGS\])?\s*(?=\{)", self._rest)) is None:
+        head, found, rest = self._rest.partition("{")  # a search for white space before it begins at every space
+        if not found:
             return False
-        name, self._rest = self._rest[: found.start()].strip(), self._rest[found.end() :]
-        super()._begin_call(name)
+        head = head.rstrip().removesuffix("[ARGS]")
+        name, found_id, call_id = head.rpartition("[CALL_ID]")
+        self._rest = "{" + rest
+        super()._begin_call((name if found_id and "[" not in call_id else head).strip())
         return True
 
     def _after_call(self) -> None:

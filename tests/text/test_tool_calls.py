@@ -131,6 +131,29 @@ def test_what_resembles_a_call_is_content_unchanged(family: str, text: str, seed
     assert read(TOOL_PARSERS[family](), text, sizes) == (text, "", [])
 
 
+@pytest.mark.parametrize(
+    ("family", "begin", "piece", "end"),
+    [
+        ("qwen3_coder", "<tool_call><function=f>", "<parameter=a>", "</function></tool_call>"),
+        ("glm45", "<tool_call>f", "<arg_key>a</arg_key><arg_value>", "</tool_call>"),
+        ("glm45", "<tool_call>f<arg_key>", "<arg_key>a</arg_key>", "</tool_call>"),
+        ("mistral", "[TOOL_CALLS]f", " " * 16, "{}"),
+    ],
+)
+def test_long_faulty_calls_are_read_in_linear_time(family: str, begin: str, piece: str, end: str) -> None:
+    """Otherwise these take longer than a test may."""
+    parser = TOOL_PARSERS[family]()
+    events = [event for text in (begin, *[piece] * 20_000, end) for event in parser.append(text)]
+    assert events + parser.flush() == [CallBegins(0, "f"), CallArguments(0, "{}")]
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "1e999", "[NaN]"])
+def test_numbers_that_json_does_not_have_stay_texts(text: str) -> None:
+    parser = TOOL_PARSERS["qwen3_coder"]()
+    call = f"<tool_call><function=f><parameter=a>{text}</parameter></function></tool_call>"
+    assert parser.append(call)[1:] == [CallArguments(0, json.dumps({"a": text}))]
+
+
 @pytest.mark.parametrize("seed", [None, 1, 2, 3])
 def test_text_after_a_call_is_content_as_written(seed: int | None) -> None:
     for form in ("hermes", "deepseek v3", "deepseek v3.1", "mistral names"):
