@@ -99,7 +99,7 @@ def decode_body(kind: type[S], raw: bytes, without_effect: Collection[str]) -> t
         APIError: 400 for what is not such a body.
     """
     body = decode_field("", msgspec.json.Decoder(kind).decode, raw)
-    names = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    names = decode_field("", msgspec.json.Decoder(dict[str, msgspec.Raw]).decode, raw)
     return body, ignored_names(names, {*kind.__struct_fields__, *without_effect})
 
 

@@ -11,7 +11,7 @@ from lamina.engine.streams import Runtime
 from lamina.serve.answers import Block, BlockWriter, Change, Json, Usage, event, new_call_id
 from lamina.serve.bodies import ChatBody, JsonSchema, ResponseFormat
 from lamina.serve.http_errors import APIError
-from lamina.serve.json_fields import decode_body, text_content
+from lamina.serve.json_fields import decode_body, decode_field, text_content
 from lamina.serve.requests import GenerationRequest, chat_generation
 from lamina.text.tools import NamedFunction, NamedTool, ToolChoice
 
@@ -109,7 +109,7 @@ def read_response(engine: Runtime, raw: bytes) -> GenerationRequest:
         sampling={name: value for name, value in sampling.items() if value is not None},
         ignored=ignored + sorted(f"tools.{kind}" for kind in others),
     )
-    repeated: Json = msgspec.to_builtins(msgspec.json.decode(raw, type=_Repeated))
+    repeated: Json = msgspec.to_builtins(decode_field("", msgspec.json.Decoder(_Repeated).decode, raw))
     return replace(chat_generation(engine, chat, clamped=True, names=_NAMES), repeated=repeated)
 
 
