@@ -19,6 +19,7 @@ from lamina.config.server_config import ServerConfig
 from lamina.core.errors import ConfigError
 from lamina.serve.answers import event
 from lamina.serve.http_errors import RETRY_AFTER_S, APIError
+from lamina.serve.json_fields import IGNORED_HEADER
 from lamina.serve.messages_api import in_form_of
 from lamina.serve.monitoring import EVENTS_PATH, FILES, LANES_PATH, STATE_PATH
 
@@ -79,7 +80,7 @@ def install(app: FastAPI, config: ServerConfig) -> None:
             allow_origins=[origin.strip() for origin in config.allowed_origins.split(",")],
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", IGNORED_HEADER, "Retry-After"],
         )
 
 

@@ -141,6 +141,8 @@ def test_pages_of_allowed_origins_may_call_the_server() -> None:
         assert preflight.headers["Access-Control-Allow-Origin"] == "https://a.example"
         refused = running.http.post(COMPLETION, json=BODY, headers={"Origin": "https://a.example"})
         assert refused.status_code == 401 and refused.headers["Access-Control-Allow-Origin"] == "https://a.example"
+        shown = refused.headers["Access-Control-Expose-Headers"].split(", ")
+        assert {*shown} == {"X-Request-Id", "X-Lamina-Ignored-Fields", "Retry-After"}
         assert running.http.options(CHAT, headers=asked | {"Origin": "https://c.example"}).status_code == 400
 
 
