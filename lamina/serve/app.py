@@ -27,6 +27,7 @@ from lamina.serve.messages_api import (
     MESSAGES_PATH,
     MessagesWriter,
     as_anthropic_errors,
+    in_form_of,
     read_messages,
 )
 from lamina.serve.openai_answers import ChatWriter, CompletionWriter
@@ -59,7 +60,7 @@ def create_app(
     """
     # No docs pages: they load from a CDN.
     app = FastAPI(title="Lamina", version=lamina.__version__, docs_url=None, redoc_url=None)
-    http_errors.install(app)
+    http_errors.install(app, in_form_of)
     app.add_middleware(BoundedBodies, limit=body_limit(engine.max_model_len))
     gate.install(app, config)
     intake = Intake()

@@ -2,7 +2,7 @@
 
 import http
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
@@ -68,14 +68,19 @@ def first_line(reason: str) -> str:
     return reason.partition("\n")[0]
 
 
-def install(app: FastAPI) -> None:
-    """Register handlers on ``app`` so that every failure is answered in this form."""
+def install(app: FastAPI, in_form_of: Callable[[str, APIError], APIError]) -> None:
+    """Register handlers on ``app`` so that every failure is answered in the form that ``in_form_of`` gives it for a
+    path."""
 
-    async def known(_: Request, error: Exception) -> Response:
-        return as_api_error(error).response()
+    def answer(request: Request, error: APIError) -> Response:
+        path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+        return in_form_of(path, error).response()
+
+    async def known(request: Request, error: Exception) -> Response:
+        return answer(request, as_api_error(error))
 
     async def http_error(request: Request, error: Exception) -> Response:
-        return _from_http(request, cast(HTTPException, error)).response()
+        return answer(request, _from_http(request, cast(HTTPException, error)))
 
     async def disconnected(_: Request, __: Exception) -> Response:
         return Response(status_code=499)  # never sent: the client has left

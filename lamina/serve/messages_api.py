@@ -183,7 +183,7 @@ def in_form_of(path: str, error: APIError) -> APIError:
 def error_body(error: APIError) -> Json:
     """Return an error in Anthropic's form."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
-    kinds |= {429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}
+    kinds |= {429: "rate_limit_error", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
     return {"type": "error", "error": {"type": kinds.get(error.status, "invalid_request_error"), "message": str(error)}}
 
 

@@ -159,6 +159,16 @@ INPUT: Any = [
 TOOLS: Any = [{"type": "function", "name": "look", "parameters": SCHEMA, "strict": True}, {"type": "web_search"}]
 
 
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", MESSAGES, 405), ("POST", MESSAGES + "/batches", 404)])
+def test_routes_that_do_not_exist_have_anthropic_s_errors_too(
+    server: Running, method: str, path: str, status: int
+) -> None:
+    response = server.http.request(method, path, json={})
+    kind = "not_found_error" if status == 404 else "invalid_request_error"
+    assert response.status_code == status and response.json()["type"] == "error"
+    assert response.json()["error"]["type"] == kind and path in response.json()["error"]["message"]
+
+
 def test_a_response(client: openai.OpenAI, server: Running) -> None:
     answer = client.responses.create(model="fake", input=INPUT, instructions="s", tools=TOOLS, max_output_tokens=10**6)
     assert server.last_prompt() == '[look]<system>s<user>a<assistant>(t)look={"city": "y"}<tool>c'
@@ -237,6 +247,20 @@ def test_errors_name_the_fields_of_their_api(server: Running, given: dict[str, A
     error = refusal(server.post(RESPONSES, **given), 400)
     assert error["message"].startswith(said) or said in error["message"]
     assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "rest"),
+    [
+        (RESPONSES, b'"input": "a", "text": {"x": "\xff"}'),
+        (RESPONSES, b'"input": "a", "text": {"x": 1e999}'),
+        (RESPONSES, b'"input": "a", "\xff": 1'),
+        (MESSAGES, b'"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "\xff": 1'),
+    ],
+)
+def test_fields_that_are_not_read_are_json_too(server: Running, path: str, rest: bytes) -> None:
+    answer = server.http.post(path, content=b"{%b}" % rest, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
 
 
 def test_fields_without_meaning_are_named(server: Running) -> None:
