@@ -374,8 +374,9 @@ class Frontends:
             return False
         try:
             with self._lock:
+                payload = self._encoder.encode(message)  # first: an error after one part would leave it half sent
                 self._answers.send(member.name.encode(), _MORE)
-                self._answers.send(self._encoder.encode(message), zmq.NOBLOCK)
+                self._answers.send(payload, zmq.NOBLOCK)
         except zmq.Again:
             self._lose(member, f"it has not taken {MOST_UNSENT} messages")
         except zmq.ZMQError as error:
