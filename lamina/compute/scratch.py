@@ -63,9 +63,8 @@ class Scratch:
         def part(setup: MemorySetup) -> MemorySetup:
             return msgspec.structs.replace(setup, attentions=own)
 
-        store, _, _ = make_store(
-            control, contextlib.ExitStack(), part, SCRATCH
-        )  # without a disk there is nothing to close
+        remedy = "Free memory there, or set --prompt-attention memory"
+        store, _, _ = make_store(control, contextlib.ExitStack(), part, SCRATCH, remedy)  # it has no disk to close
         return cls(store, layers)
 
     def apply_plan(self, plan: StepPlan) -> ScratchShare | None:

@@ -29,6 +29,7 @@ def make_store(
     resources: contextlib.ExitStack,
     part: Callable[[MemorySetup], MemorySetup] = _all_of,
     name: str = "",
+    remedy: str = "",
 ) -> tuple[KvStore, Tier | None, MemorySetup]:
     """Receive the engine's Reserve and MemorySetup, make the KV slab and its disk tier, and report SlabReady.
 
@@ -36,6 +37,7 @@ def make_store(
         resources: Closes the disk tier.
         part: Returns the setup of the part of all attentions that the slab is for.
         name: Name by which segments refer to the slab, if it is not the worker's.
+        remedy: What to do if the slab does not fit, if it is not to lower the memory for KV.
 
     Raises ConfigError, WorkerError.
     """
@@ -48,9 +50,9 @@ def make_store(
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        lower = "kv_cache_memory_bytes" + (" or gpu_memory_utilization" if control.device != "cpu" else "")
+        lower = "Lower kv_cache_memory_bytes" + (" or gpu_memory_utilization" if control.device != "cpu" else "")
         raise ConfigError(
-            f"{control.device} has too little memory for the KV of {setup.capacity} tokens: {error}. Lower {lower}"
+            f"{control.device} has too little memory for the KV of {setup.capacity} tokens: {error}. {remedy or lower}"
         ) from error
     tier = open_tier(store, setup.spill_dir, setup.overcommit, lambda *done: control.send(Stored(*done)), resources)
     control.send(SlabReady())
