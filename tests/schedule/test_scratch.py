@@ -159,12 +159,14 @@ def test_a_prompt_that_returns_to_its_replica_before_it_has_run_elsewhere_uses_m
     group = begin(turn())
     (completion,) = group.completions
     completion.cached = ROWS
-    assert rooms.of_lane(0).add_chunk(group, completion, 0) and rooms.of_lane(0).holds(group, completion)
+    assert rooms.of_lane(0, rotates=False).add_chunk(group, completion, 0) and rooms.of_lane(0, rotates=False).holds(
+        group, completion
+    )
     for lane in (1, 0):
-        rooms.on_dealt(lambda _, lane=lane: rooms.of_lane(lane))  # type: ignore[misc]
-    assert rooms.used == PROMPT and not rooms.of_lane(0).holds(group, completion)
+        rooms.on_dealt(lambda _, lane=lane: rooms.of_lane(lane, rotates=False))  # type: ignore[misc]
+    assert rooms.used == PROMPT and not rooms.of_lane(0, rotates=False).holds(group, completion)
     completion.cached += ROWS
-    assert not rooms.of_lane(0).add_chunk(group, completion, ROWS)
+    assert not rooms.of_lane(0, rotates=False).add_chunk(group, completion, ROWS)
     rooms.end(group)
     assert rooms.used == 0
 
