@@ -82,6 +82,6 @@ class Scratch:
         place = Segment(chunk.sequence, SCRATCH, self.store.shards.whole, (0, None))
         return Admission(chunk.sequence, 1, chunk.stop, [place], SamplingParams(), 0)
 
-    def clear(self) -> None:
-        """Forget all prompts."""
+    def end_epoch(self) -> None:
+        """Forget all prompts: those that continue use memory workers."""
         self.store.truncate({})

@@ -207,7 +207,7 @@ class ComputeWorker(WorkerLoop):
         if self._memory is not None:
             self._memory.store.truncate(message.kept)
         if self._scratch is not None:
-            self._scratch.clear()
+            self._scratch.end_epoch()
         self._replica = self._replica.within(topology, self._control.name)
         self._fence.begin_epoch(topology)
 

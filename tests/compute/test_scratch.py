@@ -132,7 +132,7 @@ def test_a_prompt_continues_without_scratch_memory() -> None:
     with connected(NAMES, Overlap()) as cluster:
         course = Course(cluster, NATIVE, 5, 0)
         course.run((7, 2))
-        course.scratch.clear()
+        course.scratch.end_epoch()
         assert course.scratch.store.slab.used == 0
         course.run((4, 3), keeps=False)
         course.run((1, 1), keeps=False)

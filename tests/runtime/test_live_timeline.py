@@ -24,19 +24,28 @@ def stages(spans: dict[str, list[Span]], worker: str) -> set[str]:
     return {span.stage for span in spans.get(worker, ())}
 
 
-def busy(engine: Engine) -> bool:
-    found = engine.timeline()
-    return "slice" in stages(found, "compute0") and "attention" in stages(found, "memory0")
+def watch(engine: Engine) -> dict[str, list[Span]]:
+    """Return the windows of busy workers, which are shown only while somebody asks for them."""
+    requests = [([5], SamplingParams(max_tokens=900, ignore_eos=True, temperature=0.0))]
+    streams, found = Streams(engine, requests), dict[str, list[Span]]()
+
+    def is_busy() -> bool:
+        nonlocal streams, found
+        if streams.outputs:
+            streams = Streams(engine, requests)
+        found = engine.timeline()
+        return "slice" in stages(found, "compute0") and "attention" in stages(found, "memory0")
+
+    wait_until(is_busy, "no slices and attention are shown")
+    streams.wait()
+    return found
 
 
 def test_a_running_engine_shows_slices_and_attention(checkpoint: Path) -> None:
     engine = launch(config(checkpoint, 1, 1, kv_cache_memory_bytes=8_000_000))
     try:
         assert engine.timeline() == {}
-        forever = [([5], SamplingParams(max_tokens=900, ignore_eos=True, temperature=0.0))]
-        while not busy(engine):
-            Streams(engine, forever).wait()
-        found = engine.timeline()
+        found = watch(engine)
         assert "wait" not in stages(found, "compute0") | stages(found, "memory0")
         lane = [span for span in found["compute0"] if span.stage == "slice"]
         assert all(one.end_ns <= other.begin_ns for one, other in itertools.pairwise(lane))
