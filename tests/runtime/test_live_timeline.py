@@ -44,7 +44,7 @@ def watch(engine: Engine) -> dict[str, list[Span]]:
 def test_a_running_engine_shows_slices_and_attention(checkpoint: Path) -> None:
     engine = launch(config(checkpoint, 1, 1, kv_cache_memory_bytes=8_000_000))
     try:
-        assert engine.timeline() == {}
+        assert not any(engine.timeline().values()), "workers record although nobody has asked"
         found = watch(engine)
         assert "wait" not in stages(found, "compute0") | stages(found, "memory0")
         lane = [span for span in found["compute0"] if span.stage == "slice"]
