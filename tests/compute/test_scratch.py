@@ -128,7 +128,7 @@ def test_a_prompt_attends_to_scratch_memory_and_decodes_on_memory_workers(
 
 
 def test_a_prompt_continues_without_scratch_memory() -> None:
-    """It does so after the end of an epoch, in which scratch memory is cleared."""
+    """A prompt continues without its copy after the end of an epoch, which clears scratch memory."""
     with connected(NAMES, Overlap()) as cluster:
         course = Course(cluster, NATIVE, 5, 0)
         course.run((7, 2))

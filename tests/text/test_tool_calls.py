@@ -141,7 +141,7 @@ def test_what_resembles_a_call_is_content_unchanged(family: str, text: str, seed
     ],
 )
 def test_long_faulty_calls_are_read_in_linear_time(family: str, begin: str, piece: str, end: str) -> None:
-    """Otherwise these take longer than a test may."""
+    """Shorten waits that would take longer than a test may."""
     parser = TOOL_PARSERS[family]()
     events = [event for text in (begin, *[piece] * 20_000, end) for event in parser.append(text)]
     assert events + parser.flush() == [CallBegins(0, "f"), CallArguments(0, "{}")]

@@ -219,7 +219,7 @@ class CostModel:
 
     @cached_property
     def widened(self) -> "CostModel":
-        """The same model where 8-bit floats are multiplied in 16 bits."""
+        """Return the model where 8-bit floats are multiplied in 16 bits."""
         return CostModel(self.shape, self.hardware, self.fits, widens=True) if self._multiplies_fp8 else self
 
     def operator_seconds(self, operator: str, rows: ArrayLike, tensor_parallel: ArrayLike) -> Floats:

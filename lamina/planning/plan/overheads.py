@@ -79,7 +79,7 @@ class Engine:
 
     @property
     def lamina(self) -> "Engine":
-        """These figures for Lamina's runtime, whose own were not measured on GPUs; it multiplies in 16 bits."""
+        """Return this engine's figures with products in 16 bits: Lamina's own were not measured on GPUs."""
         return replace(self, name="Lamina", version="", multiplies_fp8=False)
 
     def reserved(self, tokens: int) -> float:

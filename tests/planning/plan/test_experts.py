@@ -144,7 +144,7 @@ def test_weights_in_integers() -> None:
 
 @pytest.mark.parametrize("model", ["Llama-3-8B", "Mixtral-8x7B"])
 def test_ways_of_lamina_multiply_8_bit_floats_in_16_bits(model: str) -> None:
-    """As on a device that has no units for 8-bit floats; other engines use the units. Both read a byte per weight."""
+    """Plans charge Lamina products in 16 bits, and other engines products in 8; both read a byte per weight."""
     shape = model_shapes.find(model).stored_as("auto", "fp8")
     without = dataclasses.replace(CATALOGUE["h100"], fp8_flops=0.0)
     served, market = workload.of_lengths(2000, 10), prices.load("paper")
