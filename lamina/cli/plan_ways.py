@@ -129,7 +129,7 @@ def _print(
 
 
 def _starting(shape: "ModelShape", course: "Course", trials: "list[Trial]", model: str) -> list[str]:
-    """Return the line that starts the recommended way or, if there is none, why, and the best way that has one."""
+    """Return the recommended way's launch line. A way without a line gets the reason, and the best way with a line."""
     sequences = course.deployment(trials[0].capacity).max_num_seqs
     lines = launching(trials[0], shape, model, sequences)
     if obstacle(trials[0].way, shape, model) is None:

@@ -172,7 +172,7 @@ class Lane:
         return chunks, drawing
 
     def lendable(self, budget: int) -> Owner | None:
-        """Return the prompt of which another lane may run the next ``budget`` tokens; None if there is none."""
+        """Return the prompt of which another lane may run the next ``budget`` tokens, or None."""
         return self.prompts.lendable(budget, self.scratch.holds)
 
     def borrow(self, lenders: Iterable["Lane"], most: int) -> tuple[SequenceStep, Group] | None:

@@ -233,7 +233,7 @@ FOUND = [
 
 
 def named(name: str) -> Bug:
-    """Return a fault by its name. Raises ValueError if there is none."""
+    """Return a fault by its name. Raises ValueError for an unknown name."""
     if (found := next((bug for bug in (*BUGS, *FOUND) if bug.name == name), None)) is None:
         raise ValueError(f"no fault is called {name}; there are {', '.join(bug.name for bug in (*BUGS, *FOUND))}")
     return found
