@@ -69,7 +69,7 @@ def find_self_reference(schema: Mapping[str, Any]) -> str | None:
         part = parts.pop()
         if isinstance(part, Mapping):
             parts += part.values()
-            graph |= {reference: _references(_resolve(reference, schema)) for reference in _references(part)}
+            graph |= {reference: _references(resolve(reference, schema)) for reference in _references(part)}
         elif isinstance(part, list):
             parts += part
     try:
@@ -89,7 +89,7 @@ def _references(schema: Any) -> list[str]:
     return [part["$ref"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("$ref"), str)]
 
 
-def _resolve(reference: str, schema: Mapping[str, Any]) -> Any:
+def resolve(reference: str, schema: Mapping[str, Any]) -> Any:
     """Return the part of a schema that a JSON pointer names; None for other references."""
     root, *names = reference.split("/")
     target: Any = schema if root == "#" else None

@@ -246,6 +246,9 @@ class Calls:
     begin = ""
     """The marker before a call."""
 
+    also: tuple[str, ...] = ()
+    """Further markers that begin a call, and are a part of it."""
+
     end = ""
     """The marker after a call, which is left out."""
 
@@ -260,6 +263,7 @@ class Calls:
         self._call = _CallObject()
         self._announced = False
         self._after_a_call = False
+        self._opened = ""  # the marker that has begun the call; empty if that is a part of it
 
     def append(self, text: str) -> list[Event]:
         self._rest += text
@@ -288,13 +292,16 @@ class Calls:
             self._events.append(Content(text))
 
     def _in_content(self) -> bool:
-        before, found, after = self._rest.partition(self.begin) if self.begin else (self._rest, "", "")
-        if found:
-            self._add_content(before)
-            self._rest = after
+        markers = [marker for marker in (self.begin, *self.also) if marker]
+        places = [(place, marker) for marker in markers if (place := self._rest.find(marker)) >= 0]
+        if places:
+            place, marker = min(places)
+            self._add_content(self._rest[:place])
+            self._opened = marker if marker == self.begin else ""
+            self._rest = self._rest[place + len(self._opened) :]
             self._begin_call()
             return True
-        held = held_back(self._rest, self.begin, *self.noise)
+        held = held_back(self._rest, "", *markers, *self.noise)
         self._add_content(self._rest[: len(self._rest) - held])
         self._rest = self._rest[len(self._rest) - held :]
         return False
@@ -327,7 +334,10 @@ class Calls:
         """Return text that began like a tool call, and is not one, as content."""
         self._state = self._in_content
         if not self._announced:
-            self._events.append(Content(self.begin + self._call.raw))
+            text, self._after_a_call = self._call.raw, False
+            if not text.lstrip().startswith("{"):  # what follows the marker may be a marker too
+                text, self._rest = "", text + self._rest
+            self._events.append(Content(self.begin + text))
 
     def _is_call(self, call: _CallObject) -> bool:
         """Return whether the text of ``call`` so far is certain to be a call."""
@@ -337,7 +347,7 @@ class Calls:
         self._state = self._before_end if self.end else self._in_content
 
     def _before_end(self) -> bool:
-        rest = self._rest.lstrip()
+        rest = self._rest.lstrip("} \t\r\n")  # small models write a brace too many
         if rest != self.end and self.end.startswith(rest):
             return False  # more of the marker may follow
         if rest.startswith(self.end):

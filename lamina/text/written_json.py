@@ -1,5 +1,6 @@
 """Reads JSON that a model has written."""
 
+import ast
 import json
 import re
 from typing import Any
@@ -21,3 +22,20 @@ def read_written(text: str) -> Any:
     except RecursionError:
         raise ValueError("the JSON is nested too deeply") from None
     return value
+
+
+def read_literal(text: str, python: bool = True) -> Any:
+    """Return the value of JSON that a model has written, or, if ``python``, of Python's form of it, such as ``True``.
+
+    Raises:
+        ValueError: ``text`` is neither, or is nested too deeply.
+    """
+    try:
+        return read_written(text)
+    except ValueError:
+        if not python or text.lstrip()[:1] not in ("[", "{", "T", "F", "N"):
+            raise
+    try:
+        return ast.literal_eval(text.strip())
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"no literal: {error}") from None

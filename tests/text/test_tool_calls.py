@@ -175,6 +175,7 @@ def test_a_bare_object_with_a_name_alone_is_a_call_without_arguments() -> None:
     assert read(TOOL_PARSERS["llama3_json"](), '{"name": "now"}', None) == ("", "", [("now", "{}")])
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {}, "b": {}}}}}
 PIECES = (
     *("a", " ", "\n", "```", "{", "}", "[", "]", ",", ";", "function", '"name"', '{"name": "f"}', '{"a": 1}', "<tool"),
     *('{"name": "f", "arguments": {"x": 1}}', '{"name": "f", "parameters": "{}"}', "<tool_call>", "</tool_call>"),
@@ -187,18 +188,17 @@ PIECES = (
         "<｜tool▁sep｜>",
     ),
     *("g\n```json\n{}", "\n```", "<｜tool▁call▁end｜>", "<think>", "</think>"),
+    *("<function=f>", "<parameter=a>", "\n<parameter=b>", "</parameter>", "</function>", "</function></tool_call>"),
+    *("f<arg_key>a</arg_key>", "<arg_value>1", "</arg_value>", "</arg_value></tool_call>", "<function=", "<parameter="),
 )
 
 
 @pytest.mark.parametrize("family", TOOL_PARSERS)
 def test_answers_of_any_pieces_are_read_alike_however_they_are_cut(family: str) -> None:
-    draw = random.Random(family)
+    draw, calls = random.Random(family), calls_parser("auto", family, [TOOL])
     for _ in range(300):
         text = "".join(draw.choices(PIECES, k=draw.randint(1, 8)))
-        whole, cut = (
-            read(ReasoningParser(TAGS["deepseek_r1"], False, TOOL_PARSERS[family]()), text, sizes)
-            for sizes in (None, draw)
-        )
+        whole, cut = (read(ReasoningParser(TAGS["deepseek_r1"], False, calls()), text, sizes) for sizes in (None, draw))
         assert whole == cut, text
 
 
@@ -231,6 +231,69 @@ def test_an_answer_that_is_nested_deeply_ends_no_request(member: str) -> None:
     assert read(TOOL_PARSERS["hermes"](), text, None)[0].startswith("<tool_call>")
 
 
+@pytest.mark.parametrize("seed", [None, *range(5)])
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ('<tool_call>\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "<tool_call>\n"),
+        ('<tool_call>\n{"name": "f", "arguments": {}}}\n</tool_call>\nDone.', "Done."),
+    ],
+    ids=["a marker too many", "a brace too many"],
+)
+def test_a_call_with_a_marker_or_a_brace_too_many(text: str, content: str, seed: int | None) -> None:
+    sizes = None if seed is None else random.Random(seed)
+    assert read(TOOL_PARSERS["hermes"](), text, sizes) == (content, "", [("f", "{}")])
+
+
+def of_coder(*arguments: tuple[str, str], end: str = "</parameter>\n") -> str:
+    """One call of ``f`` as Qwen3-Coder writes it, without ``<tool_call>``."""
+    return "<function=f>\n" + "".join(f"<parameter={k}>\n{v}\n{end}" for k, v in arguments) + "</function>\n"
+
+
+X, Y = of_coder(("a", "x")), of_coder(("b", "y"))
+
+
+@pytest.mark.parametrize("seed", [None, *range(5)])
+@pytest.mark.parametrize(
+    ("family", "text", "calls"),
+    [
+        ("qwen3_coder", f"{X}</tool_call>", [{"a": "x"}]),
+        ("qwen3_coder", X, [{"a": "x"}]),
+        ("qwen3_coder", f"<tool_call>{X}{Y}</tool_call>", [{"a": "x"}, {"b": "y"}]),
+        ("qwen3_coder", f"<tool_call>{of_coder(('a', 'x'), ('b', 'y'), end='')}</tool_call>", [{"a": "x", "b": "y"}]),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value>" * 2, [{"a": "x"}] * 2),
+    ],
+    ids=["no <tool_call>", "no tags around", "two in one", "no </parameter>", "no </tool_call>"],
+)
+def test_calls_that_lack_markers_have_all_their_arguments(
+    family: str, text: str, calls: list[Any], seed: int | None
+) -> None:
+    sizes = None if seed is None else random.Random(seed)
+    content, _, found = read(calls_parser("auto", family, [TOOL])(), "So:\n" + text, sizes)
+    assert content.strip() == "So:" and [name for name, _ in found] == ["f"] * len(calls)
+    assert [json.loads(arguments) for _, arguments in found] == calls
+
+
+@pytest.mark.parametrize("seed", [None, *range(5)])
+@pytest.mark.parametrize(
+    "value", ["</tool_call> x", "a </parameter> b", "a\n</function>\nb", "<tool_call>", "<function=g>"]
+)
+def test_values_may_contain_the_markers_of_calls(value: str, seed: int | None) -> None:
+    sizes = None if seed is None else random.Random(seed)
+    text = f"<tool_call>\n{of_coder(('a', value), ('b', 'y'))}</tool_call>"
+    content, _, calls = read(calls_parser("auto", "qwen3_coder", [TOOL])(), text, sizes)
+    assert content == "" and [json.loads(arguments) for _, arguments in calls] == [{"a": value, "b": "y"}]
+    if "</parameter>" not in value:
+        text = f"<tool_call>f<arg_key>a</arg_key>\n<arg_value>{value}</arg_value></tool_call>"
+        content, _, calls = read(calls_parser("auto", "glm45", [TOOL])(), text, sizes)
+        assert content == "" and [json.loads(arguments) for _, arguments in calls] == [{"a": value}]
+
+
+def test_a_tag_alone_that_names_no_tool_is_content() -> None:
+    text = "Write <function=NAME> and </function>."
+    assert read(calls_parser("auto", "qwen3_coder", [TOOL])(), text, random.Random(1)) == (text, "", [])
+
+
 PARAMETERS: Any = {
     "text": {"type": "string"},
     "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
@@ -238,9 +301,19 @@ PARAMETERS: Any = {
     "number": {"type": "integer"},
     "flag": {"type": ["boolean", "null"]},
     "list": {"type": "array"},
+    "shared": {"$ref": "#/$defs/Kind"},
+    "both": {"allOf": [{"type": "string"}, {"description": "d"}]},
+    "only": {"const": "3"},
+    "odd": {"anyOf": 5},
+    "circle": {"$ref": "#/$defs/Circle"},
 }
+DEFINED = {"Kind": {"enum": ["1", "2"]}, "Circle": {"anyOf": [{"$ref": "#/$defs/Circle"}] * 50}}
 WRITTEN = {"text": "3", "maybe": "null", "kind": "1", "number": "3", "flag": "true", "list": '["a"]', "other": "x y"}
+WRITTEN |= {"shared": "1", "both": "3", "only": "3", "odd": "3", "circle": "3"}
 READ = {"text": "3", "maybe": None, "kind": "1", "number": 3, "flag": True, "list": ["a"], "other": "x y"}
+READ |= {"shared": "1", "both": "3", "only": "3", "odd": 3, "circle": 3}
+PYTHON = {"text": "None", "maybe": "None", "number": "None", "flag": "True", "list": "['a', None]", "other": "None"}
+READ_PYTHON = {"text": "None", "maybe": None, "number": None, "flag": True, "list": ["a", None], "other": "None"}
 
 
 @pytest.mark.parametrize(
@@ -250,12 +323,17 @@ READ = {"text": "3", "maybe": None, "kind": "1", "number": 3, "flag": True, "lis
         ("glm45", "f{}", "<arg_key>{}</arg_key><arg_value>{}</arg_value>"),
     ],
 )
-def test_values_between_tags_have_the_types_of_the_tool(family: str, form: str, argument: str) -> None:
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": PARAMETERS}}}]
-    text = form.format("".join(argument.format(*pair) for pair in WRITTEN.items()))
+@pytest.mark.parametrize(("written", "expected"), [(WRITTEN, READ), (PYTHON, READ_PYTHON)], ids=["JSON", "Python"])
+def test_values_between_tags_have_the_types_of_the_tool(
+    family: str, form: str, argument: str, written: dict[str, str], expected: Any
+) -> None:
+    """Qwen3-Coder's template shows the model Python's forms of earlier values."""
+    parameters = {"properties": PARAMETERS, "$defs": DEFINED}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    text = form.format("".join(argument.format(*pair) for pair in written.items()))
     parser = calls_parser("auto", family, tools)()
     ((name, arguments),) = read(parser, f"<tool_call>{text}</tool_call>", None)[2]
-    assert (name, json.loads(arguments)) == ("f", READ)
+    assert (name, json.loads(arguments)) == ("f", expected)
 
 
 @pytest.mark.parametrize(
