@@ -32,7 +32,7 @@ from lamina.launch import launch
 from lamina.models import directory
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import served
-from tests.support.running import LONG, worker_processes
+from tests.support.running import LONG, named_memory, worker_processes
 from tests.support.waiting import wait_until
 from tests.support.whole_outputs import whole
 
@@ -166,7 +166,6 @@ finally:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_workers_end_with_their_engine_however_it_ends(checkpoint: Path, how: signal.Signals) -> None:
-    shared_before = set(os.listdir("/dev/shm"))
     engine = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(checkpoint)],
         stdout=subprocess.PIPE,
@@ -178,6 +177,7 @@ def test_workers_end_with_their_engine_however_it_ends(checkpoint: Path, how: si
     assert engine.stdout.readline() == "ready\n"
     workers = list(worker_processes(psutil.Process(engine.pid)).values())
     assert len(workers) == 3
+    assert not set().union(*map(named_memory, [psutil.Process(engine.pid), *workers]))
     if how is signal.SIGINT:
         os.killpg(engine.pid, how)  # what a terminal's Ctrl-C does: the whole group gets it
     else:
@@ -185,7 +185,6 @@ def test_workers_end_with_their_engine_however_it_ends(checkpoint: Path, how: si
     engine.wait(20)
     engine.stdout.close()
     wait_until(lambda: not any(worker.is_running() for worker in workers), f"{workers} outlived their engine", 10)
-    assert set(os.listdir("/dev/shm")) <= shared_before
 
 
 def test_a_worker_that_cannot_load_says_why_and_nothing_is_left(checkpoint: Path, tmp_path: Path) -> None:

@@ -235,6 +235,12 @@ def check_greedy(
         assert all(memory.sequences <= 4 for memory in stats.memory.values()), stats.memory
 
 
+def named_memory(process: psutil.Process) -> set[str]:
+    """Files in ``/dev/shm`` that a process maps and that would remain if it were killed."""
+    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    return {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line and not line.endswith(" (deleted)")}
+
+
 def worker_processes(parent: psutil.Process | None = None) -> dict[str, psutil.Process]:
     """Worker processes by the module they run, below ``parent`` (this process)."""
     found = {}
