@@ -3,8 +3,10 @@
     python -m bench.runtime.long_context [--model 250m] [--prompt 8192] [--rows 512] [--rounds 3]
 
 A pair is a compute worker and a memory worker that share one core. Two pairs serve the prompt as two replicas, whose
-chunks run one attention apart, and as two stages of one replica, whose chunks run one stage apart. Every way runs in
-turn, ``--rounds`` times, in an engine of its own, after a prompt that warms it up; figures are medians.
+chunks run one attention apart, and as two stages of one replica, whose chunks run one stage apart. Each of two memory
+workers attends with half of the heads, and four lanes let a chunk begin before an earlier one has left the last stage.
+Every way runs in turn, ``--rounds`` times, in an engine of its own, after a prompt that warms it up; figures are
+medians.
 """
 
 import argparse
@@ -29,10 +31,11 @@ from lamina.launch import launch
 
 TIMEOUT_S = 500.0
 ONE = "one pair"
+TWO_PAIRS = {"compute": "cpu:2", "memory": "cpu:2", "lanes": 4, "partition": "head"}
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     ONE: (1, {"compute": "cpu:1", "memory": "cpu:1", "lanes": 1}),
-    "two replicas": (2, {"compute": "cpu:2", "memory": "cpu:2", "lanes": 2}),
-    "two stages": (2, {"compute": "cpu:2", "memory": "cpu:2", "lanes": 2, "pipeline_parallel": 2}),
+    "two replicas": (2, TWO_PAIRS),
+    "two stages": (2, {**TWO_PAIRS, "pipeline_parallel": 2}),
 }
 """The cores of each way, and its settings."""
 
