@@ -39,7 +39,7 @@ from lamina.planning.simulate import Arrivals, Deployment, simulate
 
 TIMEOUT_S = 500.0
 ALONE_S = 4.0  # that requests decode before the prompt arrives
-OUTPUT = 256  # tokens of a request until another takes its place
+OUTPUT = 256  # tokens of a request
 FIXED = {"fixed, 2048 rows": 2048, "fixed, 512 rows": 512, "fixed, 128 rows": 128}
 SLO = "SLO"
 FACTOR = 2  # of the SLO to what requests have alone
@@ -64,13 +64,18 @@ class Figures:
 class Running:
     """``count`` requests at a time that decode, until ``close``, and the times at which each got its tokens."""
 
-    def __init__(self, engine: Engine, count: int, context: int, draw: random.Random) -> None:
-        self._engine, self._closed = engine, False
+    def __init__(self, engine: Engine, count: int, context: int, draw: random.Random, output: int = OUTPUT) -> None:
+        """Start the requests, each of ``context`` random tokens, and wait for their first tokens.
+
+        Args:
+            output: Tokens of a request until another takes its place.
+        """
+        self._engine, self._closed, self._output = engine, False, output
         self._times: list[list[float]] = []  # by request
         self.failures = Failures()
         for number in range(count):
             # The first ones end at different times, and so do all that follow them.
-            self._submit([draw.randrange(3, 900) for _ in range(context)], OUTPUT * (number + 1) // count)
+            self._submit([draw.randrange(3, 900) for _ in range(context)], output * (number + 1) // count)
         _wait(lambda: all(self._times))
 
     def _submit(self, prompt: list[int], tokens: int) -> None:
@@ -80,7 +85,7 @@ class Running:
             self.failures.note(update)
             times.extend([time.monotonic()] * update.tokens)
             if update.finished and not self._closed:
-                self._submit(prompt, OUTPUT)
+                self._submit(prompt, self._output)
 
         self._times.append(times)
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
@@ -96,7 +101,10 @@ class Running:
         return max(sum(begin < one <= end for one in list(times)) for times in list(self._times))
 
     def close(self) -> None:
+        """End all requests."""
         self._closed = True
+        for number in range(len(self._times)):
+            self._engine.abort(str(number + 1))
         _wait(lambda: self._engine.stats().running == 0)
 
 

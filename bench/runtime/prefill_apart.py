@@ -9,7 +9,7 @@ own only runs prompts, and keeps K and V of the long prompt in scratch memory un
 scratch``: the memory worker attends to the prompt's earlier chunks instead. ``control``: the worker beside the memory
 worker decodes alone, while another engine, which shares nothing with it but the machine, computes the same prompt on
 the other core. The first 99th percentile is that of requests that decode alone, the second one that beside the prompt;
-the last column is their ratio.
+the last column is their ratio. None of them ends meanwhile, so that no other prompts arrive.
 
 Then, in an engine of its own, a worker that decodes gets the role prefill and back while requests decode. ``change``
 is the time until all workers have their roles, ``longest gap`` the longest time between two tokens of any request
@@ -51,6 +51,7 @@ TOGETHER, APART, NO_SCRATCH, CONTROL = "together", "apart", "apart, no scratch",
 SHARED = {"memory": "cpu:1", "max_num_seqs": 64, "prefix_cache": True}
 HANDOVERS = 12  # requests whose first two tokens are timed
 PROMPT = 64  # tokens of each
+OUTPUT = 16_000  # tokens of a running request: the first of eight ends after 2,000
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def _beside(
 ) -> Figures:
     engine = launch(EngineConfig(model, load_format="dummy", **settings(way, cores)))
     try:
-        requests = Running(engine, args.running, args.context, random.Random(1))
+        requests = Running(engine, args.running, args.context, random.Random(1), OUTPUT)
         time.sleep(1.0)
         begun = time.monotonic()
         time.sleep(ALONE_S)
@@ -178,7 +179,7 @@ def changed(model: Path, args: argparse.Namespace, cores: list[int]) -> Changes:
     """Change the role of a worker and back while requests decode, and time what happens."""
     engine = launch(EngineConfig(model, load_format="dummy", **settings(TOGETHER, cores)))
     try:
-        requests = Running(engine, args.running, args.context, random.Random(1))
+        requests = Running(engine, args.running, args.context, random.Random(1), OUTPUT)
         time.sleep(1.0)
         step = statistics.median(requests.gaps(time.monotonic() - 1.0, time.monotonic()))
         to_prefill, gap = _timed(engine, requests, prefill=1, compute=-1)
