@@ -4,7 +4,8 @@
 
 ``lamina launch`` and the SDK serve the same random Llama with local memory, in turn. All requests begin at once, with
 prompts of a few tokens; rates are all tokens over the time until the last one has arrived. The clients of the server
-are one process that parses nothing. CPU time is that of whole processes, prompts included.
+are one process that parses nothing. The same streams run a second time with a JSON schema, which no text of so many
+tokens ends. CPU time is that of whole processes, prompts included.
 """
 
 import argparse
@@ -36,6 +37,18 @@ from lamina.text.tokenizer import Tokenizer
 PROMPT = "def f"
 WARM_UP = 16  # tokens
 TIMEOUT_S = 600.0
+SCHEMA = {
+    "type": "array",
+    "minItems": 1000,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"type": "integer"}},
+        "required": ["name", "size"],
+        "additionalProperties": False,
+    },
+}
+WAYS: dict[str, dict[str, object]] = {"HTTP": {}, "HTTP, schema": {"structured_outputs": {"json": SCHEMA}}}
+"""What requests to the server have besides."""
 PROCESSES = {
     "engine": "lamina.serve.engine_process",
     "frontend": "lamina.serve",
@@ -52,9 +65,10 @@ class Served:
     cpu_us: dict[str, float]
 
 
-def read_streams(port: int, streams: int, tokens: int) -> float:
+def read_streams(port: int, streams: int, tokens: int, besides: dict[str, object]) -> float:
     """Return the seconds until all streams of ``tokens`` tokens have ended. Runs in a process of its own."""
-    body = json.dumps({"prompt": PROMPT, "stream": True, "max_tokens": tokens, "temperature": 0, "ignore_eos": True})
+    same = {"prompt": PROMPT, "stream": True, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    body = json.dumps(same | besides)
     lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", "Connection: close"]
     request = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", body]).encode()
     ready = selectors.DefaultSelector()
@@ -88,19 +102,24 @@ def launched(model: Path, threads: int | None) -> Iterator[tuple[int, psutil.Pro
             server.terminate()
 
 
-def serve(model: Path, streams: int, tokens: int, threads: int | None) -> Served:
+def serve(model: Path, streams: int, tokens: int, threads: int | None) -> dict[str, Served]:
+    """Return what the server does, by way."""
     with (
         launched(model, threads) as (port, server),
         ProcessPoolExecutor(1, mp_context=get_context("spawn")) as clients,
     ):
-        clients.submit(read_streams, port, streams, WARM_UP).result()
-        children = server.children(recursive=True)
-        kinds = {name: [one for one in children if module in one.cmdline()] for name, module in PROCESSES.items()}
-        before = {name: _spent_s(processes) for name, processes in kinds.items()}
-        seconds = clients.submit(read_streams, port, streams, tokens).result()
-        spent = {name: _spent_s(processes) - before[name] for name, processes in kinds.items()}
-    count = streams * tokens
-    return Served(count / seconds, {name: 1e6 * each / count for name, each in spent.items()})
+
+        def measured(besides: dict[str, object]) -> Served:
+            clients.submit(read_streams, port, streams, WARM_UP, besides).result()
+            children = server.children(recursive=True)
+            kinds = {name: [one for one in children if module in one.cmdline()] for name, module in PROCESSES.items()}
+            before = {name: _spent_s(processes) for name, processes in kinds.items()}
+            seconds = clients.submit(read_streams, port, streams, tokens, besides).result()
+            spent = {name: _spent_s(processes) - before[name] for name, processes in kinds.items()}
+            count = streams * tokens
+            return Served(count / seconds, {name: 1e6 * each / count for name, each in spent.items()})
+
+        return {way: measured(besides) for way, besides in WAYS.items()}
 
 
 def _spent_s(processes: list[psutil.Process]) -> float:
@@ -125,24 +144,23 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of the compute worker")
     parser.add_argument("--rounds", type=int, default=3, help="in turn; medians are printed")
     given = parser.parse_args()
-    served, offline = list[Served](), list[float]()
+    served, offline = list[dict[str, Served]](), list[float]()
     with model_directory(given.model) as model:
         arguments = model, given.streams, given.tokens, given.threads
         for _ in range(given.rounds):
             served.append(serve(*arguments))
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
                 offline.append(fresh.submit(generate, *arguments).result())
-    table = Table(title=f"{given.streams} streams of {given.model}")
-    for column in ("HTTP tokens/s", "SDK tokens/s", "ratio", *(f"{name} us/token" for name in PROCESSES)):
-        table.add_column(column, justify="right")
-    ratio = statistics.median(one.tokens_per_s / other for one, other in zip(served, offline, strict=True))
-    table.add_row(
-        f"{statistics.median(one.tokens_per_s for one in served):.0f}",
-        f"{statistics.median(offline):.0f}",
-        f"{ratio:.2f}",
-        *(f"{statistics.median(one.cpu_us[name] for one in served):.1f}" for name in PROCESSES),
-    )
-    Console(width=120).print(table)
+    table = Table(title=f"{given.streams} streams of {given.model}; CPU time in microseconds per token")
+    for column in ("", "tokens/s", "over SDK", *PROCESSES):
+        table.add_column(column, justify="right" if column else "left")
+    table.add_row("SDK", f"{statistics.median(offline):.0f}", "1.00")
+    for way in WAYS:
+        runs = [each[way] for each in served]
+        ratio = statistics.median(one.tokens_per_s / other for one, other in zip(runs, offline, strict=True))
+        spent = (f"{statistics.median(one.cpu_us[name] for one in runs):.1f}" for name in PROCESSES)
+        table.add_row(way, f"{statistics.median(one.tokens_per_s for one in runs):.0f}", f"{ratio:.2f}", *spent)
+    Console().print(table)
 
 
 if __name__ == "__main__":
