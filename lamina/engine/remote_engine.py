@@ -85,12 +85,14 @@ class _Asked:
         reading: Makes text of its tokens.
         drawn: Tokens received so far, by completion.
         cached_tokens: Tokens of its prompt that were found in the prefix cache, as far as is known.
+        aborted: The engine has been told to abort it, and may end before it does.
     """
 
     request: Request
     reading: Reading
     drawn: list[list[int]]
     cached_tokens: int = 0
+    aborted: bool = False
 
     def resumed(self, number: int) -> Resumed | None:
         """Return the message with which a new engine continues the request; None if all completions have ended."""
@@ -201,7 +203,10 @@ class RemoteEngine:
 
     def abort(self, request_id: str) -> None:
         """Cancel a request, as ``Engine.abort`` does."""
-        number = self._named.get(request_id)
+        with self._lock:
+            number = self._named.get(request_id)
+            if number is not None:
+                self._asked[number].aborted = True
         if number is not None:
             self._send(Abort([number]))
 
@@ -352,7 +357,7 @@ class RemoteEngine:
                 self._read(one.request, asked, TokenUpdate(one.completions, one.finished, one.error, one.cached_tokens))
 
     def _resume(self, incarnation: int) -> None:
-        """Send all unfinished requests to a new engine."""
+        """Send all unfinished requests to a new engine, and abort those that the earlier one was told to abort."""
         with self._lock:
             self._incarnation = incarnation
             found = {number: asked.resumed(number) for number, asked in self._asked.items()}
@@ -360,6 +365,8 @@ class RemoteEngine:
             submitted = self._asked.keys() & replies.keys()
             unfinished = [one for one in found.values() if one is not None]
             self._requests.send(self._encoder.encode(Resume(incarnation, unfinished)))
+            if aborted := [one.request for one in unfinished if self._asked[one.request].aborted]:
+                self._requests.send(self._encoder.encode(Abort(aborted)))
         self._forget(
             [number for number, one in found.items() if one is None]
         )  # ended, but the earlier engine could not report it

@@ -324,6 +324,29 @@ async def test_another_engine_gets_the_requests_that_have_not_ended_with_what_th
     third_room.close()
 
 
+async def test_a_request_that_was_aborted_is_aborted_by_another_engine_too(
+    engine: RecordingEngine, room: Frontends, remote: RemoteEngine, tmp_path: Path
+) -> None:
+    """The engine that was told has ended before it has read or done so."""
+    callers = [Caller(), Caller()]
+    await submit(
+        remote, *(Submission(name, [5], SamplingParams(), one) for name, one in zip("ab", callers, strict=True))
+    )
+    first, _ = engine.queued
+    room._closed.set()
+    room._thread.join()  # it reads nothing any more
+    remote.abort("a")
+    remote.abort("unknown")
+    await asyncio.sleep(0.05)
+    room.close()
+
+    other = RecordingEngine()
+    again = Frontends(other, tmp_path, os.getpid(), 1, ["frontend0"])  # type: ignore[arg-type]
+    await until(lambda: bool(other.aborted))
+    assert len(other.queued) == 2 and {*other.aborted} == {first}
+    again.close()
+
+
 async def test_a_request_that_another_engine_cannot_serve_ends_with_its_error(
     engine: RecordingEngine, room: Frontends, remote: RemoteEngine, tmp_path: Path
 ) -> None:
