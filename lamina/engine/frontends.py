@@ -128,6 +128,7 @@ class Frontends:
         self._on_death = on_death
         self._members: dict[str, _Member] = {name: _Member(name) for name in names}
         self._unwelcomed = set(names)  # not told yet of this engine
+        self._exited = set[str]()  # their last messages may be read after their ends
         self._supervisor_pid = supervisor_pid
         self._submissions: deque[_Submission] = deque()  # of the thread that reads
         self._context = zmq.Context()
@@ -171,7 +172,8 @@ class Frontends:
         )
 
     def on_frontend_exit(self, name: str) -> None:
-        """Cancel the requests of a frontend whose process has ended."""
+        """Cancel the requests of a frontend whose process has ended, and ignore what it has sent."""
+        self._exited.add(name)
         member = self._members.pop(name, None)
         if member is None:
             return
@@ -215,7 +217,11 @@ class Frontends:
                 self._lose(known, f"it sent an invalid message: {error}")
             return
         if isinstance(message, FrontendHello):
-            self._welcome(self._members.setdefault(name, _Member(name)))
+            greeted = self._members.setdefault(name, _Member(name))
+            if name in self._exited:  # read after ``greeted`` is known: the process may end meanwhile
+                self.on_frontend_exit(name)
+            else:
+                self._welcome(greeted)
         elif (member := self._members.get(name)) is not None:  # else it has left
             self._take(member, message)
 

@@ -56,6 +56,7 @@ class EngineProcess:
         self._bootstrap = bootstrap
         self._workers = SupervisedWorkers(line, bootstrap.workers, bootstrap.exited)
         self._frontends: Frontends | None = None
+        self._ended_frontends: list[str] = []  # since this process was started
         self._closing = threading.Event()
         self._loading = True
         threading.Thread(target=self._read, name="supervisor", daemon=True).start()
@@ -87,6 +88,8 @@ class EngineProcess:
             self._report_lost_frontend,
             self._report_death,
         )
+        for frontend in self._ended_frontends:  # while the engine was loading
+            self._frontends.on_frontend_exit(frontend)
         try:
             self._workers.tell_supervisor(Serving(self._frontends.bootstrap, describe(engine)))
             while not self._closing.wait(BEAT_S):
@@ -132,6 +135,7 @@ class EngineProcess:
             if isinstance(message, Exited | Done):
                 self._workers.on_supervisor_message(message)
             elif isinstance(message, FrontendExited):
+                self._ended_frontends.append(message.frontend)
                 if self._frontends is not None:
                     self._frontends.on_frontend_exit(message.frontend)
             elif isinstance(message, CloseEngine):

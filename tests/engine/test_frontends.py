@@ -11,7 +11,16 @@ import msgspec
 import pytest
 import zmq
 
-from lamina.control.frontend_messages import CompletionTokens, FrontendBootstrap, Stopped
+from lamina.control.frontend_messages import (
+    CompletionTokens,
+    FromFrontend,
+    FrontendBootstrap,
+    FrontendHello,
+    Resume,
+    Stopped,
+    Submit,
+    pack_tokens,
+)
 from lamina.control.packed_logprobs import pack
 from lamina.control.timeline import Span
 from lamina.core.errors import EngineDeadError, LaminaError, OverloadedError, RequestError
@@ -345,6 +354,26 @@ async def test_a_request_that_was_aborted_is_aborted_by_another_engine_too(
     await until(lambda: bool(other.aborted))
     assert len(other.queued) == 2 and {*other.aborted} == {first}
     again.close()
+
+
+def test_the_last_messages_of_a_frontend_that_has_ended_are_ignored(engine: RecordingEngine, room: Frontends) -> None:
+    """They are read after its end: it had repeated its greeting until it was welcome, and sent a request."""
+    room._closed.set()
+    room._thread.join()
+    room.on_frontend_exit("frontend0")
+    context = zmq.Context()
+    ended = context.socket(zmq.DEALER)
+    ended.identity, ended.linger = b"frontend0", 0
+    ended.connect(room.bootstrap.requests)
+    sent = FrontendHello(), Resume(0, []), Submit(0, [pack_tokens([5])], [SamplingParams()], CLIENT, [3])
+    decoder = msgspec.msgpack.Decoder(FromFrontend)
+    for message in sent:
+        ended.send(msgspec.msgpack.encode(message))
+    for _ in sent:
+        assert room._requests.poll(int(END_S * 1e3))
+        room._receive(decoder)
+    assert not room._submissions and not room._members
+    context.destroy(linger=0)
 
 
 async def test_a_request_that_another_engine_cannot_serve_ends_with_its_error(
