@@ -134,6 +134,7 @@ class RemoteEngine:
         self._asked: dict[int, _Asked] = {}
         self._named: dict[str, int] = {}  # request id to number
         self._replies: dict[int, concurrent.futures.Future[Any]] = {}  # of submissions and statistics, by number
+        self._submitting: set[int] = set()  # the submissions among them
         self._welcome = asyncio.Event()
         self._last = EngineStats(0, 0, 0, 0, 0, 0, {}, None)
 
@@ -191,6 +192,7 @@ class RemoteEngine:
             self._asked.update(zip(numbers, asked, strict=True))
             self._named.update(zip((one.request_id for one in submissions), numbers, strict=True))
             self._replies[numbers[0]] = reply
+            self._submitting.add(numbers[0])
             self._requests.send(self._encoder.encode(Submit(numbers[0], prompts, params, client, seeds)))
         try:
             answer: Submitted = self._wait(numbers[0], reply, SUBMIT_TIMEOUT_S)
@@ -200,6 +202,8 @@ class RemoteEngine:
             self._forget(numbers)
             self._send(Abort(numbers))
             raise
+        finally:
+            self._submitting.discard(numbers[0])
 
     def abort(self, request_id: str) -> None:
         """Cancel a request, as ``Engine.abort`` does."""
@@ -362,7 +366,6 @@ class RemoteEngine:
             self._incarnation = incarnation
             found = {number: asked.resumed(number) for number, asked in self._asked.items()}
             replies, self._replies = self._replies, {}
-            submitted = self._asked.keys() & replies.keys()
             unfinished = [one for one in found.values() if one is not None]
             self._requests.send(self._encoder.encode(Resume(incarnation, unfinished)))
             if aborted := [one.request for one in unfinished if self._asked[one.request].aborted]:
@@ -371,7 +374,7 @@ class RemoteEngine:
             [number for number, one in found.items() if one is None]
         )  # ended, but the earlier engine could not report it
         for number, reply in replies.items():
-            if number in submitted:  # if the new engine rejects the request, it ends with the error
+            if number in self._submitting:  # if the new engine rejects a request, it ends with the error
                 reply.set_result(Submitted(number))
             else:
                 reply.set_exception(

@@ -12,10 +12,12 @@ import pytest
 import zmq
 
 from lamina.control.frontend_messages import (
+    AnswerBatch,
     CompletionTokens,
     FromFrontend,
     FrontendBootstrap,
     FrontendHello,
+    RequestTokens,
     Resume,
     Stopped,
     Submit,
@@ -353,6 +355,28 @@ async def test_a_request_that_was_aborted_is_aborted_by_another_engine_too(
     again = Frontends(other, tmp_path, os.getpid(), 1, ["frontend0"])  # type: ignore[arg-type]
     await until(lambda: bool(other.aborted))
     assert len(other.queued) == 2 and {*other.aborted} == {first}
+    again.close()
+
+
+async def test_a_submission_outlives_an_engine_that_has_ended_its_first_request(
+    engine: RecordingEngine, room: Frontends, remote: RemoteEngine, tmp_path: Path
+) -> None:
+    """Of many prompts, some may have ended before the others are queued, and the answer is sent."""
+    callers = [Caller(), Caller()]
+    room._closed.set()
+    room._thread.join()  # the engine answers no submission
+    sent = [Submission(name, [5], SamplingParams(), one) for name, one in zip("ab", callers, strict=True)]
+    pending = asyncio.create_task(submit(remote, *sent))
+    await until(lambda: len(remote._asked) == 2)
+    remote._dispatch(AnswerBatch([RequestTokens(0, [CompletionTokens(0, [7], [], FinishReason.LENGTH)], True)]))
+    assert callers[0].finished
+    room.close()
+
+    other = RecordingEngine()
+    again = Frontends(other, tmp_path, os.getpid(), 1, ["frontend0"])  # type: ignore[arg-type]
+    await pending
+    await until(lambda: bool(other.queued))
+    assert [*other.queued] == ["frontend0-1"] and not other.aborted
     again.close()
 
 
