@@ -1,7 +1,8 @@
 """Change one operator at a time and run the tests: ``python -m tools.mutants lamina/schedule lamina/kv --count 40``.
 
 Each mutant is made in a copy of the tree. A mutant that no test kills shows what no test looks at, or is equal to the
-original. A session that a test hangs in counts as killed.
+original. A session that a test hangs in counts as killed. ``--simulate 10`` runs seeds 1 to 10 of the simulated cluster
+(``tests.simulation``) instead of tests.
 """
 
 import argparse
@@ -23,6 +24,12 @@ LEFT_OUT = shutil.ignore_patterns(
     "__pycache__", ".git", ".venv", "build", "site", ".hypothesis", ".mypy_cache", ".*_cache"
 )
 LIMIT_S = 900.0  # for the tests of one mutant
+PYTEST = ["pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow"]
+DIRECT_IMPORTS = """\
+import sys
+
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
+"""  # else an editable installation decides where the product is imported from
 SWAPS: dict[type, str] = {
     ast.Lt: "<=",
     ast.LtE: "<",
@@ -110,17 +117,52 @@ def tests_for(path: Path, folders: Sequence[str]) -> list[str]:
     return [str(file.relative_to(ROOT)) for file in sorted(found, key=distance)]
 
 
-def run(mutant: Mutant, copy: Path, folders: Sequence[str]) -> str | None:
-    """Run the tests of a mutant in a copy of the tree. Returns the test that fails; None if all pass."""
+def simulation(seeds: int) -> list[str]:
+    """Return the command that runs so many seeds of the simulated cluster."""
+    return ["tests.simulation", "--seed", "1", "--runs", str(seeds), "--steps", "200", "--no-shrink"]
+
+
+def copy_tree(copy: Path) -> None:
+    """Copy this tree, with the native module that this process imports.
+
+    Raises RuntimeError if Python does not import the product from the copy, so that all mutants would survive.
+    """
+    from lamina import _native
+
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=LEFT_OUT)
+    native = Path(_native.__file__ or "")
+    shutil.copy(native, copy / "lamina" / native.name)
+    (copy / "sitecustomize.py").write_text(DIRECT_IMPORTS)
+    program = "import lamina._native; print(lamina._native.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=copy, env=_environment(copy), capture_output=True, text=True, check=False
+    )
+    if not done.stdout.startswith(str(copy.resolve())):
+        raise RuntimeError(f"the product is not imported from {copy}: {done.stdout or done.stderr}")
+
+
+def _environment(copy: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def run_mutant(mutant: Mutant, copy: Path, command: Sequence[str]) -> str | None:
+    """Run a module with arguments for a mutant in a copy of the tree. Returns what fails; None if nothing does."""
     file = copy / mutant.path
     source = file.read_text()
     file.write_text(mutant.apply(source))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow"]
+    try:
+        return run(copy, command)
+    finally:
+        file.write_text(source)
+
+
+def run(copy: Path, command: Sequence[str]) -> str | None:
+    """Run a module with arguments in a copy of the tree. Returns what fails; None if nothing does."""
     try:
         done = subprocess.run(
-            [*command, *tests_for(mutant.path, folders)],
+            [sys.executable, "-m", *command],
             cwd=copy,
-            env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
+            env=_environment(copy),
             capture_output=True,
             text=True,
             check=False,
@@ -128,17 +170,16 @@ def run(mutant: Mutant, copy: Path, folders: Sequence[str]) -> str | None:
         )
     except subprocess.TimeoutExpired:
         return "no end"
-    finally:
-        file.write_text(source)
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return (failed or [done.stdout[-100:]])[0] if done.returncode else None
 
 
 def main() -> int:
-    """Run the command line; the exit status is 1 if a mutant survived."""
+    """Run the command line; the exit status is 1 if a mutant survived, 2 if the unchanged tree fails."""
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__)
     parser.add_argument("folders", nargs="+", help="folders or files of the product")
     parser.add_argument("--tests", nargs="+", default=["tests/schedule", "tests/kv"], help="folders of the tests")
+    parser.add_argument("--simulate", type=int, metavar="N", help="run N seeds of the simulated cluster, not tests")
     parser.add_argument("--count", type=int, default=40, help="number of mutants")
     parser.add_argument("--seed", type=int, default=0, help="selects the mutants")
     options = parser.parse_args()
@@ -152,10 +193,14 @@ def main() -> int:
     survived = 0
     with tempfile.TemporaryDirectory(prefix="lamina-mutants-") as folder:
         copy = Path(folder, "tree")
-        shutil.copytree(ROOT, copy, symlinks=True, ignore=LEFT_OUT)
+        copy_tree(copy)
+        simulated = simulation(options.simulate) if options.simulate else None
+        if (failure := run(copy, simulated or [*PYTEST, *tests_for(Path("none"), options.tests)])) is not None:
+            print(f"the tree fails without a mutant: {failure}")
+            return 2
         for number, mutant in enumerate(chosen):
             source, begun = sources[mutant.path], time.perf_counter()
-            killer = run(mutant, copy, options.tests)
+            killer = run_mutant(mutant, copy, simulated or [*PYTEST, *tests_for(mutant.path, options.tests)])
             survived += killer is None
             line = source.count("\n", 0, mutant.start) + 1
             print(

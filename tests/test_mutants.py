@@ -1,0 +1,53 @@
+"""Mutants are changes of one operator each, of code that still parses."""
+
+import ast
+from pathlib import Path
+
+from tools.mutants import ROOT, mutants
+
+SOURCE = '''\
+LIMIT = 3  # no function
+
+
+def find(values, limit):
+    """Return 1 + 2."""
+    total = 0
+    for value in values:  # 1 < 2
+        if value < limit and not value == 2:
+            total += min(value, limit)
+    log(total)
+    return total
+'''
+
+
+def test_a_mutant_differs_by_one_operator() -> None:
+    made = [one.apply(SOURCE) for one in mutants(Path("file.py"), SOURCE)]
+    changed = [
+        (before.strip(), after.strip())
+        for text in made
+        for before, after in zip(SOURCE.splitlines(), text.splitlines(), strict=True)
+        if before != after
+    ]
+    condition, sum_ = "if value < limit and not value == 2:", "total += min(value, limit)"
+    assert sorted(changed) == sorted(
+        [
+            ("total = 0", "total = 1"),
+            (condition, "if value < limit or not value == 2:"),
+            (condition, "if value <= limit and not value == 2:"),
+            (condition, "if value < limit and value == 2:"),
+            (condition, "if value < limit and not value != 2:"),
+            (condition, "if value < limit and not value == 3:"),
+            (sum_, "total -= min(value, limit)"),
+            (sum_, "total += max(value, limit)"),
+            ("log(total)", "None"),
+        ]
+    )
+
+
+def test_all_mutants_of_a_module_parse() -> None:
+    path = ROOT / "lamina/schedule/growth.py"
+    source = path.read_text()
+    made = {one.apply(source) for one in mutants(path, source)}
+    assert len(made) > 50 and source not in made
+    for text in made:
+        ast.parse(text)
