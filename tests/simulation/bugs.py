@@ -48,6 +48,17 @@ class Bug:
 
 BUGS = [
     Bug(
+        "abort_forgotten",
+        "A request that was aborted while the engine was down runs to its end in the next engine.",
+        "ab94a50b",
+        "lamina/engine/remote_engine.py",
+        """\
+            if aborted := [one.request for one in unfinished if self._asked[one.request].aborted]:
+                self._requests.send(self._encoder.encode(Abort(aborted)))
+""",
+        "",
+    ),
+    Bug(
         "aborted_twice",
         "Aborting a request twice while its last step runs ends the engine.",
         "99b6f8bf",
@@ -247,7 +258,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200, help="steps of each run")
     parser.add_argument("--seed", type=int, default=1, help="seed of the first run")
     options = parser.parse_args()
-    chosen = [bug for bug in BUGS if not options.names or bug.name in options.names]
+    chosen = [named(name) for name in options.names] or BUGS
     found = 0
     for bug in chosen:
         begun = time.perf_counter(), _used()

@@ -79,7 +79,7 @@ def _asked(prompt: Sequence[int], tokens: int, n: int = 1, stops: bool = False, 
     """
     params = SamplingParams(n=n, max_tokens=tokens, temperature=1.0, ignore_eos=True)
     if stops:
-        first = expected(prompt, SamplingParams(max_tokens=1, temperature=1.0), 7, 0)
+        first = expected(prompt, SamplingParams(max_tokens=1, temperature=1.0), 7)[0]
         params = SamplingParams(n=n, max_tokens=tokens, temperature=1.0, ignore_eos=True, stop_token_ids=first)
     return Asked([*prompt], params, "client0", 7, abort_at, 0.0, {}, 0.05)
 

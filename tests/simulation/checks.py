@@ -99,6 +99,7 @@ def check_quiet(run: "Simulation") -> None:
     scheduler, topology = engine._scheduler, engine.topology
     require(not engine._tracked and not scheduler._requests, "ended requests are still known")
     require(not len(engine._places), "ended requests still have places")
+    require(not (known := run.frontends.left_over()), "; ".join(known))
     require(not engine._turn.in_flight, "steps are in flight although nothing runs")
     require(
         not scheduler._dealer.seats.total and not scheduler._dealer.seats.leaving, "ended sequences still have seats"

@@ -1,6 +1,7 @@
 """The clients of a simulated run: what they send, and whether what comes back is right."""
 
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -8,7 +9,9 @@ from lamina.core.errors import LaminaError
 from lamina.core.outputs import FinishReason
 from lamina.core.requests import Drawn
 from lamina.core.types import Client
-from lamina.engine.updates import TokenUpdate
+from lamina.engine.streams import Submission
+from lamina.engine.updates import RequestUpdate, TokenUpdate
+from tests.simulation.frontends import Frontend
 from tests.simulation.model import expected
 from tests.simulation.scenario import Asked, Asking
 from tests.simulation.world import Broken
@@ -17,6 +20,10 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import Simulation
 
 MOST_OPEN = 16  # requests: clients wait while there are so many
+ABORT_S = 5.0  # after an abort, at most, for the last tokens to arrive while nothing stops the engine
+
+Part = tuple[int, Sequence[int], FinishReason | None]
+"""News of a completion: its index, new tokens, and why it has ended."""
 
 
 @dataclass
@@ -25,6 +32,8 @@ class Sent:
 
     Attributes:
         may_abort: Whether the client has aborted it, or will.
+        frontend: The process that it was sent through; None: the engine's own.
+        aborted_at: When that process was told to abort it.
     """
 
     number: int
@@ -34,6 +43,8 @@ class Sent:
     error: str | None = None
     finished: bool = False
     may_abort: bool = False
+    frontend: Frontend | None = None
+    aborted_at: float | None = None
 
     @property
     def name(self) -> str:
@@ -54,17 +65,18 @@ class Clients:
         self._run, self._load = run, load
 
     def send_again(self) -> None:
-        """Send what has not ended to another engine, as frontends do."""
+        """Send what has not ended to another engine, as frontends do for their requests."""
         for sent in self.sent:
-            if not sent.finished and self._run.failure is None:
+            if sent.frontend is None and not sent.finished and self._run.failure is None:
                 left = {index: sent.drawn[index] for index, reason in enumerate(sent.ended) if reason is None}
-                self._submit(sent, left, again=True)
+                begun = any(left.values()) or len(left) < sent.asked.params.n
+                self._submit(sent, left if begun else None, again=True)
 
     def request(self) -> None:
         """A client sends a request, and the next one comes later."""
         if self._run.calm or self._run.engine is None:
             return
-        if self.open >= MOST_OPEN or self._run.is_down:
+        if self.open >= MOST_OPEN or (self._run.is_down and not self._run.frontends.living):
             self._run.world.call_later(0.05, self.request)
             return
         asked = self._load.ask(self._run.engine.max_model_len, self._run.layout.config.max_num_seqs)
@@ -73,7 +85,10 @@ class Clients:
         self._run.world.call_later(asked.next_s, self.request)
         n = asked.params.n
         sent = Sent(len(self.sent), asked, [[] for _ in range(n)], [None] * n)
-        if not self._submit(sent):
+        if self._run.frontends.living:
+            if not self._submit_remotely(sent):
+                return
+        elif not self._submit(sent):
             return
         self.sent.append(sent)
         self.open += 1
@@ -104,6 +119,40 @@ class Clients:
             return False
         return True
 
+    def _submit_remotely(self, sent: Sent) -> bool:
+        """Give a request to a frontend. Returns whether one is connected."""
+        sent.frontend = one = self._run.frontends.choose(self._run.world.random.random())
+        if one is None:
+            return False
+        sent.asked = asked = replace(sent.asked, cuts={})
+
+        def on_refused(why: str) -> None:
+            if any(sent.drawn):
+                self._run.failure = self._run.failure or Broken(f"{sent.name}, which is refused, has drawn tokens")
+            self._end(sent, f"is refused: {why}")
+
+        def on_update(update: RequestUpdate) -> None:
+            parts = [(part.index, part.token_ids, part.finish_reason) for part in update.completions]
+            self._on_news(sent, parts, update.finished, update.error)
+
+        params = replace(asked.params, seed=asked.seed)
+        submission = Submission(sent.name, asked.prompt, params, on_update)
+        one.submit(submission, Client(asked.client, asked.client), on_refused)
+        return True
+
+    def on_frontend_exit(self, frontend: str) -> None:
+        """Clients of a frontend that has ended hear nothing more of their requests."""
+        for sent in self.sent:
+            if sent.frontend is not None and sent.frontend.name == frontend and not sent.finished:
+                self._end(sent, "is lost with its frontend")
+
+    def _end(self, sent: Sent, why: str) -> None:
+        """A request has ended without a last update."""
+        if not sent.finished:
+            sent.finished = True
+            self.open -= 1
+            self._run.world.tell(f"{sent.name} {why}")
+
     def hang_up(self, choice: float) -> None:
         """A client aborts all its requests at once, as if its frontend had died. ``choice`` selects the client."""
         clients = sorted({one.asked.client for one in self.sent if not one.finished})
@@ -116,35 +165,59 @@ class Clients:
                 sent.may_abort = True
                 self._abort(sent)
 
+    def cut(self, names: Collection[str], choice: float) -> None:
+        """A client ends the first completion of one of these requests, or of any other one if there are none."""
+        found = [one for one in self.sent if one.frontend is None and not one.finished and one.ended[0] is None]
+        found = [one for one in found if one.name in names] or found
+        found = [one for one in found if not one.asked.params.use_beam_search]
+        if found and self._run.engine is not None and not self._run.is_down:
+            sent = found[int(choice * len(found))]
+            self._run.world.tell(f"FAULT the client of {sent.name} ends its first completion")
+            sent.asked = replace(sent.asked, cuts={**sent.asked.cuts, 0: len(sent.drawn[0])})
+            self._run.engine.end_completion(sent.name, 0)
+
     def _abort(self, sent: Sent) -> None:
         """A client aborts a request: once another engine has taken over, if it was killed."""
         assert self._run.engine is not None
-        if self._run.is_down:
+        if sent.frontend is not None:
+            if not sent.finished and sent.frontend.remote is not None:
+                sent.aborted_at = self._run.world.now
+                sent.frontend.remote.abort(sent.name)
+        elif self._run.is_down:
             self._run.world.call_later(0.1, partial(self._abort, sent))
         else:
             self._run.engine.abort(sent.name)
 
     def _on_tokens(self, sent: Sent, update: TokenUpdate) -> None:
+        parts = [(part.index, part.token_ids, part.finish_reason) for part in update.completions]
+        if any(sent.ended[index] is not None for index, _, _ in parts):
+            self._run.failure = self._run.failure or Broken(f"a completion of {sent.name} goes on after its end")
+        self._on_news(sent, parts, update.finished, update.error)
+
+    def _on_news(self, sent: Sent, parts: Sequence[Part], finished: bool, error: str | None) -> None:
         try:
-            self._take(sent, update)
+            self._take(sent, parts, finished, error)
         except Broken as failure:  # the engine survives what its callers raise
             self._run.failure = self._run.failure or failure
 
-    def _take(self, sent: Sent, update: TokenUpdate) -> None:
+    def _take(self, sent: Sent, parts: Sequence[Part], finished: bool, error: str | None) -> None:
         if sent.finished:
             raise Broken(f"{sent.name} is told more after its end")
-        for part in update.completions:
-            if sent.ended[part.index] is not None:
-                raise Broken(f"completion {part.index} of {sent.name} goes on after its end")
-            sent.drawn[part.index] += part.token_ids
-            sent.ended[part.index] = part.finish_reason
-            cut = sent.asked.cuts.get(part.index)
-            if cut is not None and len(sent.drawn[part.index]) >= cut and self._run.engine is not None:
-                self._run.engine.end_completion(sent.name, part.index)
-        if update.finished:
-            sent.finished, sent.error = True, update.error
+        now, begun = self._run.world.now, max(sent.aborted_at or 0.0, self._run.disturbed_at)
+        if sent.aborted_at is not None and now > begun + ABORT_S:
+            raise Broken(f"{sent.name} was aborted {now - sent.aborted_at:.1f} s ago, and still draws tokens")
+        for index, tokens, reason in parts:
+            if sent.ended[index] is not None and tokens:
+                raise Broken(f"completion {index} of {sent.name} goes on after its end")
+            sent.drawn[index] += tokens
+            sent.ended[index] = reason
+            cut = sent.asked.cuts.get(index)
+            if cut is not None and len(sent.drawn[index]) >= cut and self._run.engine is not None:
+                self._run.engine.end_completion(sent.name, index)
+        if finished:
+            sent.finished, sent.error = True, error
             self.open -= 1
-            self._run.world.tell(f"{sent.name} ends: {', '.join(str(one) for one in sent.ended)} {update.error or ''}")
+            self._run.world.tell(f"{sent.name} ends: {', '.join(str(one) for one in sent.ended)} {error or ''}")
             self._judge(sent)
 
     def _judge(self, sent: Sent) -> None:
@@ -154,8 +227,8 @@ class Clients:
             if not {*sent.ended} <= {FinishReason.ERROR, FinishReason.ABORT} or any(sent.drawn):
                 raise Broken(f"{sent.name}, which workers die of, ends with {sent.ended} after {sent.drawn}")
             return
-        for index, (drawn, reason) in enumerate(zip(sent.drawn, sent.ended, strict=True)):
-            wanted = expected(asked.prompt, asked.params, asked.seed, index)
+        wanted_of = expected(asked.prompt, asked.params, asked.seed)
+        for index, (drawn, reason, wanted) in enumerate(zip(sent.drawn, sent.ended, wanted_of, strict=True)):
             if reason is None:
                 raise Broken(f"completion {index} of {sent.name} has no finish reason")
             was_cut = len(drawn) >= asked.cuts.get(index, len(drawn) + 1)

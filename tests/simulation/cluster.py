@@ -5,9 +5,9 @@ on, with its loop, links, channels, slab, attention kernels and sampler. Message
 
 Simulated: time, processes, the control plane's sockets, the transport (which behaves as TCP does), and the model.
 
-Left out: frontends, GPUs. An engine that is killed is started again, as its supervisor does, and clients send what has
-not ended once more, as frontends do. The clock of the product is replaced in the module ``time``, and the disk in
-``lamina.memory.disk_tier``, not passed in.
+Left out: GPUs. An engine that is killed is started again, as its supervisor does. Clients send requests through
+frontends, or to the engine as a frontend does, and then send what has not ended once more to the next engine. The
+clock of the product is replaced in the module ``time``, and the disk in ``lamina.memory.disk_tier``, not passed in.
 """
 
 import contextlib
@@ -40,6 +40,7 @@ from tests.simulation.clients import Clients
 from tests.simulation.control import ENGINE, Processes, SimulatedServer
 from tests.simulation.disk import Disks
 from tests.simulation.faults import Faults
+from tests.simulation.frontends import Frontends
 from tests.simulation.network import Network
 from tests.simulation.points import Points, chances
 from tests.simulation.scenario import LONGEST, Fault, Load, Scene, layout
@@ -114,6 +115,8 @@ class Simulation:
         self.processes = Processes(self.network, self.layout.pace)
         self.disks = Disks(self.world)
         self.clients = Clients(self, scene.load)
+        self.frontends = Frontends(self, self.layout.frontends, TOKENIZER)
+        self.disturbed_at = 0.0  # when the engine was last down or stopped, or time has leapt
         self.engine: Engine | None = None
         self.engine_task: Task | None = None
         self.failure: BaseException | None = None
@@ -135,6 +138,7 @@ class Simulation:
             mock.patch.object(disk_tier, "Disk", self.disks.open),
             turned(self.layout.knobs),
             self._points.patched(),
+            self.frontends.patched(),
         ):
             try:
                 self._run()
@@ -252,8 +256,15 @@ class Simulation:
             save=save,
             thread=self._thread,  # type: ignore[arg-type]
         )
-        engine.after_turn = self._after_turn
-        self.engine, self.is_down = engine, False
+        self.frontends.serve(engine)
+        flush = engine.after_turn
+
+        def after_turn() -> None:
+            flush()
+            self._after_turn()
+
+        engine.after_turn = after_turn
+        self.engine, self.is_down, self.disturbed_at = engine, False, self.world.now
 
     def kill_engine(self) -> None:
         """Kill the engine's process and start another one."""
@@ -261,6 +272,7 @@ class Simulation:
         self.is_down = True
         self._steps_before += self.engine._steps
         self.engine_task.abandon()
+        self.frontends.drop_engine()
         self.processes.server.close()
         Task(self.world, "restart", self._restart, lambda reason: None)
 
@@ -301,6 +313,7 @@ class Simulation:
             process.exit("the simulation is over")
         if self.engine_task is not None:
             self.engine_task.kill()
+        self.frontends.close()
         until = self.world.now + 1.0
         self.world.run(lambda: self.world.now > until or not self.world._events)
 

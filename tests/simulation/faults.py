@@ -1,6 +1,6 @@
 """What goes wrong in a simulated run, and the end of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from tests.simulation.scenario import Fault
 if TYPE_CHECKING:
     from tests.simulation.cluster import Simulation
 
+YEAR_S = 3e7
 LAG_S = 0.02  # by how much a slow worker is late at most, whenever it wakes up
 
 
@@ -27,6 +28,7 @@ class Faults:
         self._run = run
         self.happened: list[int] = []
         self._waiting: list[Fault] = []  # for their moments
+        self._marked: Collection[str] = ()
 
     def begin(self, fault: Fault) -> None:
         """Let a fault happen now, or at its moment."""
@@ -37,14 +39,18 @@ class Faults:
 
     def on_turn(self, engine: Engine) -> None:
         """Let faults happen whose moment this turn of the engine is."""
-        for fault in [one for one in self._waiting if all(MOMENTS[name](engine) for name in one.moment)]:
-            self._waiting.remove(fault)
-            self._run.world.call_later(0.0, partial(self._happen, fault))
+        for fault in [*self._waiting]:
+            states = [MOMENTS[name](engine) for name in fault.moment]
+            if all(states):
+                self._waiting.remove(fault)
+                marked = {name for state in states if isinstance(state, Collection) for name in state}
+                self._run.world.call_later(0.0, partial(self._happen, fault, marked))
 
-    def _happen(self, fault: Fault) -> None:
-        """Let a fault happen, unless the run is calm."""
+    def _happen(self, fault: Fault, marked: Collection[str] = ()) -> None:
+        """Let a fault happen, unless the run is calm. ``marked``: The workers or requests that make its moment."""
         if self._run.calm:
             return
+        self._marked = marked
         if fault.moment:
             self._run.world.tell(f"moment: {', '.join(fault.moment)}")
         self.happened.append(fault.number)
@@ -58,7 +64,9 @@ class Faults:
         self._run.world.call_later(fault.seconds, action)
 
     def _changing(self) -> set[str]:
-        """Return the workers that join, leave or change their role."""
+        """Return the workers that make this moment what it is, or else those that join, leave or change their role."""
+        if marked := self._run.processes.living.keys() & {*self._marked}:
+            return marked
         pools = None if self._run.engine is None else self._run.engine._members.pools
         return set() if pools is None else pools.states.keys() & self._run.processes.living.keys()
 
@@ -129,7 +137,22 @@ class Faults:
         task = self._run.engine_task
         if task is not None and not self._run.is_down:
             self._tell(f"stop the engine for {fault.seconds:g} s")
-            task.stopped_until = self._run.world.now + fault.seconds
+            task.stopped_until = self._run.disturbed_at = self._run.world.now + fault.seconds
+            if self._run.frontends.task is not None:
+                self._run.frontends.task.stopped_until = task.stopped_until
+
+    def _crash(self, fault: Fault) -> None:
+        """Kill a frontend."""
+        if names := sorted(self._run.frontends.living):
+            self._tell(f"kill {(name := names[int(fault.choice * len(names))])}")
+            self._run.frontends.kill(name, "killed by signal 9")
+
+    def _hang(self, fault: Fault) -> None:
+        """Stop a frontend."""
+        if names := sorted(self._run.frontends.living):
+            self._tell(f"stop {(name := names[int(fault.choice * len(names))])} for {fault.seconds:g} s")
+            loop = self._run.frontends.living[name].loop
+            loop.stopped_until = self._run.disturbed_at = self._run.world.now + fault.seconds
 
     def _refuse(self, fault: Fault) -> None:
         self._tell(f"no process can be started for {fault.seconds:g} s")
@@ -141,8 +164,24 @@ class Faults:
         self._run.disks.fail = True
         self._later(fault, partial(setattr, self._run.disks, "fail", False))
 
+    def _clock(self, fault: Fault) -> None:
+        """Set the wall clock: up to a year forward or back."""
+        jump = (fault.choice - 0.5) * 2 * YEAR_S
+        self._tell(f"the wall clock jumps by {jump:.0f} s")
+        self._run.world.wall_s += jump
+
+    def _leap(self, fault: Fault) -> None:
+        """Suspend all machines: all deadlines within this time are over before anybody has answered."""
+        self._tell(f"nothing runs for {fault.seconds:g} s")
+        self._run.world.leap(fault.seconds)
+        self._run.disturbed_at = self._run.world.now
+
     def _hangup(self, fault: Fault) -> None:
         self._run.clients.hang_up(fault.choice)
+
+    def _cut(self, fault: Fault) -> None:
+        """A client ends a completion, as at a stop string: the first one of a request that makes this moment."""
+        self._run.clients.cut(self._marked, fault.choice)
 
     def _restart(self, fault: Fault) -> None:
         """Kill the engine, if each role has a member that runs: another engine needs these."""
@@ -174,9 +213,12 @@ class Faults:
         run = self._run
         run.network.heal()
         run.processes.refuses = run.disks.fail = False
+        for frontend in run.frontends.living.values():
+            frontend.loop.stopped_until = 0.0
         tasks = [process.task for process in run.processes.living.values()]
         for process in run.processes.living.values():
             process.lacks_memory = False
-        for task in tasks if run.engine_task is None else [*tasks, run.engine_task]:
+        tasks += [task for task in (run.engine_task, run.frontends.task) if task is not None]
+        for task in tasks:
             task.lag_s = 0.0
             task.stopped_until = min(task.stopped_until, run.world.now)

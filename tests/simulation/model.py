@@ -21,10 +21,12 @@ from lamina.compute.device.cpu import NativeRunner, padded
 from lamina.compute.sampler import Row, sample
 from lamina.compute.step import context_nbytes_per_token
 from lamina.control.messages import ComputeSetup, ModelLoaded
+from lamina.control.packed_logprobs import unpack
 from lamina.control.sockets import ControlClient
 from lamina.core.heads import HeadShards
 from lamina.core.sampling import SamplingParams
 from lamina.core.types import AttentionSpec, DType
+from lamina.schedule.beam_search import BeamSearch
 from lamina.splitter import Crossing, SliceOutput
 
 VOCABULARY = 257
@@ -164,24 +166,57 @@ def load(
     return runner, HeadShards.for_model(ATTENTIONS, setup.head_workers, setup.ranks)
 
 
-def expected(prompt: Sequence[int], params: SamplingParams, seed: int, completion: int) -> list[int]:
-    """Return the tokens of a completion, computed without a runtime.
+class Text:
+    """A sequence of tokens and the states of the model after them, computed without a runtime."""
 
-    It has at most ``params.max_tokens`` tokens, and ends at a stop token.
-    """
-    # By layer: the sums of the values of all tokens before each position.
-    totals = [np.zeros((len(prompt) + (params.max_tokens or 0) + 1, KV_HEADS, SIZE)) for _ in range(LAYERS)]
-    drawn: list[int] = []
-    tokens, first = list(prompt), 0
-    while True:
-        at = np.arange(first, first + len(tokens))
+    def __init__(self, longest: int) -> None:
+        self._length = 0
+        # By layer: the sums of the values of all tokens before each position.
+        self._totals = [np.zeros((longest + 1, KV_HEADS, SIZE)) for _ in range(LAYERS)]
+
+    def append(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Append tokens. Returns the logits [1, vocabulary] after the last one."""
+        at = np.arange(self._length, self._length + len(tokens))
         states = first_states(np.array(tokens), at)
-        for layer, total in enumerate(totals):
-            total[at + 1] = total[first] + np.cumsum(values(states, layer), axis=0, dtype=np.float64)
+        for layer, total in enumerate(self._totals):
+            total[at + 1] = total[self._length] + np.cumsum(values(states, layer), axis=0, dtype=np.float64)
             sums = total[at + 1] - total[at + 1 - seen(at, layer)]
             states = states_after(states, np.repeat(sums, QUERY_HEADS // KV_HEADS, axis=1), layer)
+        self._length += len(tokens)
+        return logits(states[-1:])
+
+
+def expected(prompt: Sequence[int], params: SamplingParams, seed: int) -> list[list[int]]:
+    """Return the tokens of all completions, computed without a runtime.
+
+    Each has at most ``params.max_tokens`` tokens, and ends at a stop token.
+    """
+    if params.use_beam_search:
+        return _best(prompt, params)
+    return [_drawn(prompt, params, seed, completion) for completion in range(params.n)]
+
+
+def _drawn(prompt: Sequence[int], params: SamplingParams, seed: int, completion: int) -> list[int]:
+    text, drawn, last = Text(len(prompt) + (params.max_tokens or 0)), list[int](), list(prompt)
+    while True:
         row = Row(0, params, seed, completion, len(drawn), (), prompt, drawn)
-        drawn.append(sample(logits(states[-1:]), [row])[0].token)
+        last = [sample(text.append(last), [row])[0].token]
+        drawn += last
         if drawn[-1] in params.stop_token_ids or len(drawn) == params.max_tokens:
             return drawn
-        first, tokens = first + len(tokens), drawn[-1:]
+
+
+def _best(prompt: Sequence[int], params: SamplingParams) -> list[list[int]]:
+    """Return the hypotheses that the product's own search finds, which its tests compare with another one, if each beam
+    is computed from its beginning at each step."""
+    longest = params.max_tokens or 0
+    search, beams = BeamSearch(params, longest, params.stop_token_ids), [list[int]()]
+    while True:
+        rows = [Row(0, params, generated=len(beam)) for beam in beams]
+        scores = [Text(len(prompt) + longest).append([*prompt, *beam]) for beam in beams]
+        found = [unpack(sample(each, [row])[0].logprobs) for each, row in zip(scores, rows, strict=True)]
+        choice = search.advance(found)
+        if choice is None:
+            return [one.token_ids for one in search.hypotheses]
+        parents = beams * (params.n if len(beams) == 1 else 1)
+        beams = [[*parents[parent], token] for parent, token in choice]

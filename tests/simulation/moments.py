@@ -1,6 +1,6 @@
 """Moments of an engine at which faults strike: states that last so briefly that faults at random times miss them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from lamina.engine.changes import JoinStage
@@ -29,7 +29,28 @@ def _has_ended_parent(engine: Any) -> bool:
     return any(lane.has_ended for lane in engine._scheduler._lanes)
 
 
-MOMENTS: Mapping[str, Callable[[Any], bool]] = {
+def _left_by_prompts(engine: Any) -> Collection[str]:
+    """Return workers that KV of a prompt has left, while completions that will be forked from it still belong there."""
+    known, left = engine._members.recipients._known, set[str]()
+    for group in (group for lane in engine._scheduler._lanes for group in lane.running):
+        if not group.forked and len(group.alive) > 1 and group.completions[0].sequence in known:
+            homes = {*known[group.completions[0].sequence].homes}
+            others = [known[one.sequence] for one in group.completions[1:] if one.sequence in known]
+            left.update(home for one in others for home in one.homes if home not in homes)
+    return left
+
+
+def _recomputed_in_part(engine: Any) -> Collection[str]:
+    """Return requests whose first completion draws while the tokens of another one are computed again."""
+    running = (group for lane in engine._scheduler._lanes for group in lane.running if group.forked)
+    return {
+        group.request.request_id
+        for group in running
+        if not group.completions[0].finished and not group.completions[0].left and any(one.left for one in group.alive)
+    }
+
+
+MOMENTS: Mapping[str, Callable[[Any], bool | Collection[str]]] = {
     "linking": lambda engine: _joins(engine, JoinStage.LINKING),
     "linked": lambda engine: _joins(engine, JoinStage.LINKED),
     "draining": lambda engine: bool(engine._members.pools._leaves.names),
@@ -42,5 +63,8 @@ MOMENTS: Mapping[str, Callable[[Any], bool]] = {
     "moving": _is_moving,
     "unforked": _has_prompt_of_several,
     "parent": _has_ended_parent,
+    "moved": _left_by_prompts,
+    "recomputed": _recomputed_in_part,
 }
-"""By name: whether the state of an engine is that of the moment, after a turn."""
+"""By name: whether the state of an engine is that of the moment, after a turn, or the workers or requests that make it
+so."""

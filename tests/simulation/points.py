@@ -18,6 +18,7 @@ from lamina.schedule.balancing import Balancing
 from lamina.schedule.dealing import Dealer
 from lamina.schedule.growth import Growth
 from lamina.schedule.scheduler import Scheduler
+from tests.simulation.themes import theme
 
 Method = Callable[..., Any]
 
@@ -153,7 +154,7 @@ POINTS: Mapping[str, Point] = {
 def chances(seed: int) -> Mapping[str, float]:
     """Return how often a seed takes each branch, by point."""
     chance = random.Random(f"points {seed}")
-    return {name: chance.choice(point.chances) for name, point in POINTS.items()}
+    return {name: chance.choice(point.chances) for name, point in POINTS.items()} | dict(theme(seed).chances)
 
 
 class Points:

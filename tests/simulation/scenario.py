@@ -21,8 +21,10 @@ from lamina.core.topology import Pool
 from lamina.core.types import Partition
 from tests.simulation.model import LAYERS, POISON
 from tests.simulation.moments import MOMENTS
+from tests.simulation.themes import Theme, theme
 
 LONGEST = 160  # tokens of a request
+MOST_SEARCHED = 24  # tokens of the answers of a beam search, each of which takes as many runs of the plain function
 
 T = TypeVar("T")
 
@@ -73,6 +75,7 @@ class Layout:
         jitter: How much longer messages take than on a quiet network, by plane, as ``Network.jitter``.
         pace: How long processes take, as ``Pace``.
         knobs: Values of constants of the product, by module and name.
+        frontends: Number of processes through which clients send requests; 0: they are in the engine's process.
     """
 
     computes: int
@@ -82,19 +85,31 @@ class Layout:
     jitter: Mapping[str, float]
     pace: Pace
     knobs: Mapping[tuple[str, str], float]
+    frontends: int = 0
 
 
 def layout(seed: int) -> Layout:
     """Return the cluster that a seed has."""
-    chance = random.Random(f"layout {seed}")
+    chance, themed = random.Random(f"layout {seed}"), theme(seed)
     while True:
         try:
-            made = _layout(chance)
+            made = _themed(_layout(chance), themed)
+            if made.memories < themed.memories:
+                continue
         except ConfigError:
             continue
         pools = [CPU] * made.computes, [LOCAL] * made.local + [CPU] * made.memories
         if next(refusals(made.config, *pools), None) is None:
-            return made
+            return dataclasses.replace(made, frontends=random.Random(f"frontends {seed}").choice([0, 1, 2]))
+
+
+def _themed(made: Layout, themed: Theme) -> Layout:
+    """Return a cluster with what its theme has."""
+    settings = dict(themed.settings)
+    if "max_num_batched_tokens" in settings:
+        settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], made.config.max_num_seqs)
+    config = dataclasses.replace(made.config, **settings)
+    return dataclasses.replace(made, config=config, knobs={**made.knobs, **themed.knobs})
 
 
 def _layout(chance: random.Random) -> Layout:
@@ -193,9 +208,26 @@ class Load(Asking):
         self._shared = chance.choice([0.0, 0.5, 0.9])
         self._cut_prefixes = chance.choice([0.0, 0.2, 0.8])
         self._prefixes = [self._tokens(chance.choice([8, 30, 60, 80, 100])) for _ in range(3)]
+        vars(self).update(theme(seed).load)
+        self._searching = random.Random(f"beams {seed}")
+        self._searches = self._searching.choice([0.0, 0.0, 0.1, 0.5])
 
     def _tokens(self, count: int) -> list[int]:
         return [self._chance.randrange(POISON) for _ in range(count)]
+
+    def _search(self, params: SamplingParams, most: int) -> SamplingParams:
+        """Return parameters of a beam search, with at most ``most`` beams, instead of other ones."""
+        chance = self._searching
+        return SamplingParams(
+            use_beam_search=True,
+            n=chance.randint(2, min(most, 4)),
+            max_tokens=min(params.max_tokens or MOST_SEARCHED, MOST_SEARCHED),
+            length_penalty=chance.choice([-1.0, 0.0, 1.0, 1.0, 2.0]),
+            early_stopping=chance.choice([True, False, "never"]),
+            stop_token_ids=params.stop_token_ids,
+            ignore_eos=True,
+            priority=params.priority,
+        )
 
     @override
     def ask(self, longest: int, most: int) -> Asked:
@@ -212,7 +244,9 @@ class Load(Asking):
             ignore_eos=True,
             priority=chance.choice([0, 0, 1, 2]),
         )
-        cut = chance.random() < self._cuts
+        if most > 1 and self._searching.random() < self._searches:
+            params = self._search(params, most)
+        cut = chance.random() < self._cuts and not params.use_beam_search
         prompt = prompt[: max(1, longest - (params.max_tokens or 0) - 1)]
         if poison := chance.random() < self._poison:
             prompt[chance.randrange(len(prompt))] = POISON
@@ -261,6 +295,9 @@ CHANGES: Sequence[Mapping[Pool, int]] = [
 ]
 """Changes of the sizes of pools: of ``compute`` and ``prefill`` in replicas."""
 
+MEANWHILE: Sequence[Mapping[Pool, int]] = [{"memory": -1}, {"memory": -1}, {"memory": 1}, {"compute": -1}]
+"""Changes that come while another one is under way."""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -298,6 +335,11 @@ KINDS: dict[str, float] = {
     "restart": 0.5,
     "disk": 0.5,
     "hangup": 0.5,
+    "clock": 0.5,
+    "leap": 0.5,
+    "crash": 0.5,
+    "hang": 0.5,
+    "cut": 0.5,
 }
 """Kinds of faults, and how often each comes where a seed has all."""
 
@@ -306,16 +348,20 @@ LEFT_OUT = 0.5  # chance of a kind to be left out of a run
 
 def faults(seed: int, seconds: float) -> list[Fault]:
     """Return the faults that a seed has within so many seconds."""
-    chance = random.Random(f"faults {seed}")
+    chance, themed = random.Random(f"faults {seed}"), theme(seed)
     weights = {
         kind: weight * chance.choice([0.3, 1.0, 1.0, 4.0])
         for kind, weight in KINDS.items()
         if chance.random() >= LEFT_OUT
     }
+    weights = {**themed.kinds} or weights
     pause_s, series = chance.choice([0.3, 0.7, 0.7, 2.0, 5.0]), chance.choice([0.0, 0.3, 0.6])
     lengths = _some(chance, [0.02, 0.2, 1.0, 3.0, 8.0, 20.0])
     changes = _some(chance, CHANGES)
     timed, moments = chance.choice([0.0, 0.5, 1.0]), _some(chance, [*MOMENTS])
+    if themed.moments:
+        timed, moments = 0.0, [*themed.moments]
+    chase = themed.chase or chance.choice([0.0, 0.0, 0.3])
     found, at = list[Fault](), 0.0
     while weights and at < seconds:
         at += chance.expovariate(1.0) * (0.05 if chance.random() < series else pause_s)
@@ -323,6 +369,11 @@ def faults(seed: int, seconds: float) -> list[Fault]:
         lasts, choice = chance.choice(lengths), chance.random()
         moment = [chance.choice(moments) for _ in range(chance.randint(1, 2))] if chance.random() >= timed else []
         found.append(Fault(len(found), at, kind, lasts, choice, chance.choice(changes), moment))
+        if kind == "scale" and chance.random() < chase:
+            stage = [chance.choice(["linking", "linking", "linked"])]
+            found.append(Fault(len(found), at, "scale", 0.0, choice, chance.choice(MEANWHILE), stage))
+            also = chance.choice(["stop", "stop", "kill"])
+            found.append(Fault(len(found), at, also, 1.0, chance.random() / 2, {}, stage))
     return found
 
 

@@ -13,7 +13,7 @@ from tests.simulation.cases import CASES, Case
 
 pytest.importorskip("greenlet", reason="simulated processes are greenlets: pip install greenlet")
 
-RUNS, STEPS = 6, 250
+RUNS, STEPS = 7, 250
 LEAST_STEPS, LEAST_REQUESTS, LEAST_FAULTS = 2000, 300, 400  # in these runs
 
 
@@ -51,7 +51,7 @@ def test_a_wrong_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.simulation import clients, cluster, model
 
     wrong = model.expected
-    monkeypatch.setattr(clients, "expected", lambda *given: [*wrong(*given)[:-1], -1])
+    monkeypatch.setattr(clients, "expected", lambda *given: [[*one[:-1], -1] for one in wrong(*given)])
     assert "is the first that is wrong" in cluster.Simulation(5, [], 50).run().failure
 
 

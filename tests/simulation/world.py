@@ -102,6 +102,7 @@ class World:
 
     Attributes:
         now: seconds.
+        wall_s: by how much the wall clock is ahead of ``now``.
         random: of everything that happens by chance while the simulation runs.
         trace: one line for each thing worth telling.
         events: how many there were, and a hash of when each happened.
@@ -110,6 +111,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.now = 1000.0
+        self.wall_s = 1.7e9
         self.random = random.Random(seed)
         self.trace: list[str] = []
         self.events = 0, 0
@@ -143,6 +145,10 @@ class World:
         self.now += POLL_S if self._polls < MANY_POLLS else MANY_POLLS * POLL_S
         if self.current is not None and self._events and self._events[0][0] <= self.now:
             self.block(POLL_S)
+
+    def leap(self, seconds: float) -> None:
+        """Let time pass in which nothing happens, as on a machine that is suspended."""
+        self.now += seconds
 
     def switch_to(self, task: Task, target: "greenlet.greenlet") -> None:
         """Run a task until it blocks."""
@@ -180,6 +186,6 @@ class World:
         with (
             mock.patch.object(time, "monotonic", lambda: self.now),
             mock.patch.object(time, "monotonic_ns", lambda: int(self.now * 1e9)),
-            mock.patch.object(time, "time", lambda: 1.7e9 + self.now),
+            mock.patch.object(time, "time", lambda: self.wall_s + self.now),
         ):
             yield
