@@ -162,9 +162,12 @@ class Supervisor:
                 pass_fds=[theirs.fileno(), self._listener.fileno()],
                 process_group=0,  # so that Ctrl-C in a terminal reaches the supervisor alone
             )
-        self._engine, self._line = engine, ours
+        self._engine = engine
         with ours, selectors.DefaultSelector() as ready:
-            self._tell(self._bootstrap())
+            with self._sending:  # frontends that end now are told of after the bootstrap
+                with contextlib.suppress(OSError):
+                    send(ours, self._bootstrap())
+                self._line = ours
             ready.register(ours, selectors.EVENT_READ)
             ready.register(self._workers.exits, selectors.EVENT_READ)
             told_to_close: float | None = None

@@ -1,16 +1,22 @@
-"""A supervisor that is interrupted while it waits for its engine."""
+"""What a supervisor does while something else happens."""
 
+import os
+import queue
 import signal
 import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import psutil
 import pytest
 
 from lamina.config.engine_config import EngineConfig
+from lamina.control.agent_messages import EngineBootstrap, FrontendExited, receive_from_supervisor
 from lamina.serve import supervisor
 from lamina.serve.supervisor import Supervisor
+from tests.support.waiting import END_S
 
 
 class Interrupted(threading.Condition):
@@ -33,3 +39,45 @@ def test_an_interrupt_while_a_lock_is_held_ends_the_engine(tmp_path: Path, monke
         pytest.fail("it has not started")
     assert not one._thread.is_alive(), "it waits for the lock"
     assert set(psutil.Process().children()) <= before
+
+
+class ScriptedEngine:
+    """The process of an engine that runs until ``kill``, with its end of the line to the supervisor."""
+
+    started: "queue.SimpleQueue[ScriptedEngine]"
+    pid = 0
+
+    def __init__(self, command: list[str], *, pass_fds: list[int], **options: Any) -> None:
+        self.returncode: int | None = None
+        self.line = Connection(os.dup(pass_fds[0]))
+        self.started.put(self)
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def kill(self) -> None:
+        self.returncode = -9
+
+
+def test_the_first_message_to_an_engine_is_its_bootstrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a frontend ends while the bootstrap is made: the engine would refuse to start."""
+    monkeypatch.setattr(ScriptedEngine, "started", queue.SimpleQueue(), raising=False)
+    monkeypatch.setattr("subprocess.Popen", ScriptedEngine)
+    one = Supervisor(EngineConfig(), tmp_path, list)
+    made, ending = one._bootstrap, threading.Thread(target=one.on_frontend_exit, args=("frontend9",))
+
+    def bootstrap() -> EngineBootstrap:
+        ending.start()
+        ending.join(0.3)  # long enough to send the message, if nothing holds it back
+        return made()
+
+    monkeypatch.setattr(one, "_bootstrap", bootstrap)
+    running = threading.Thread(target=one._run_engine)
+    running.start()
+    engine = ScriptedEngine.started.get(timeout=END_S)
+    first, second = receive_from_supervisor(engine.line), receive_from_supervisor(engine.line)
+    assert isinstance(first, EngineBootstrap) and second == FrontendExited("frontend9")
+    engine.kill()
+    running.join(END_S)
+    ending.join(END_S)
+    engine.line.close()
