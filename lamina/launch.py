@@ -237,6 +237,7 @@ def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
             or config.kv_overcommit > 1
             or config.polling == "device"
             or config.partition == "head"
+            or (config.prompt_attention == "compute" and config.prefill is None)
             or bounds.get("memory", (0, 0))[0] > 0
         )
         memory = pool.memory_pool(config.memory, compute, apart)

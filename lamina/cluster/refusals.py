@@ -47,6 +47,7 @@ def refusals(config: EngineConfig, computes: Sequence[str], memories: Sequence[s
     yield from _of_lanes(config, len(computes))
     yield from _of_placement(config)
     yield from _of_memory(config, computes, memories)
+    yield from _of_prompt_attention(config, len(computes), memories)
     if config.quantization == "fp8" and CPU in computes:
         yield Refusal(
             f"quantization fp8 and compute {CPU}",
@@ -210,6 +211,23 @@ def _of_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence
     if not local and bounds.get("memory", (1, 1))[0] == 0:
         yield Refusal(
             f"autoscale {config.autoscale} without local memory", "one memory worker must stay", "give at least 1"
+        )
+
+
+def _of_prompt_attention(config: EngineConfig, computes: int, memories: Sequence[str]) -> Iterator[Refusal]:
+    if config.prompt_attention != "compute":
+        return
+    if set(memories) == {LOCAL} and not size(config.prefill):
+        yield Refusal(
+            "prompt_attention compute and memory local",
+            "every replica attends to the KV in its own memory, so a copy of a prompt's KV there has no effect",
+            "leave out prompt_attention, or use memory workers, such as --memory cpu:1",
+        )
+    if config.pipelining == "rotational" and computes > config.tensor_parallel:
+        yield Refusal(
+            "prompt_attention compute and pipelining rotational",
+            f"lanes rotate over {computes // config.tensor_parallel} replicas, and a copy of a prompt's KV is on one",
+            "leave out pipelining, or prompt_attention",
         )
 
 

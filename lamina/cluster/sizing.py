@@ -105,7 +105,8 @@ def _lanes(config: EngineConfig, computes: int, shared: bool, local: bool) -> Pi
     replicas, also on shared cores. With other pipelining, the engine chooses while it runs: 1 to ``LANES_PER_STAGE``
     lanes per stage in fixed order, or one lane more than replicas in rotational order. It starts with two lanes per
     stage; if devices poll, two is also the most. On shared cores or without memory workers, slices and attention cannot
-    overlap, and each stage gets one lane.
+    overlap, and each stage gets one lane. If ``config.prompt_attention`` is compute, lanes stay on one replica, which
+    has the copies of their prompts' KV.
 
     Args:
         config: The settings.
@@ -116,7 +117,8 @@ def _lanes(config: EngineConfig, computes: int, shared: bool, local: bool) -> Pi
     ranks, stages = config.tensor_parallel, config.pipeline_parallel
     replicas = computes // (ranks * stages)
     units = replicas * stages
-    may_rotate = stages == 1 and config.pipelining != "fixed" and not local
+    stays = config.prompt_attention == "compute" and replicas > 1
+    may_rotate = stages == 1 and config.pipelining != "fixed" and not local and not stays
     if config.lanes is None and not shared and config.pipelining != "rotational":
         most = SLOTS if config.polling == "device" else LANES_PER_STAGE  # see lamina.memory.device_steps
         choices = [Arrangement(each * units) for each in (2, 1, *range(3, most + 1))]
@@ -306,10 +308,9 @@ def uses_scratch(config: EngineConfig, pipeline: Pipeline, kinds: Mapping[Role, 
 
     ``auto``: where one replica of one stage runs all prompts, and either does not decode, or is on GPUs while memory
     workers are on CPUs. Without scratch memory, several replicas or stages can run chunks of one prompt at once. Where
-    replicas hold all KV and run prompts, prompts attend there in any case. Lanes that always rotate over several
-    replicas would never use scratch memory.
+    replicas hold all KV and run prompts, prompts attend there in any case.
     """
-    if (not kinds["memory"] and not pipeline.prefill) or (pipeline.rotates and pipeline.replicas > 1):
+    if not kinds["memory"] and not pipeline.prefill:
         return False
     if config.prompt_attention != "auto":
         return config.prompt_attention == "compute"

@@ -99,6 +99,18 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
         ({"prefill": "cpu:1", "tensor_parallel": 2}, ["cpu"] * 4, ["cpu"], "give --prefill a multiple of 2"),
         ({"partition": "head"}, ["cpu"] * 2, ["local"], "the heads of a request stay on one replica"),
         ({"kv_overcommit": 2.0}, ["cpu"], ["local"], "kv_overcommit and memory local"),
+        (
+            {"prompt_attention": "compute"},
+            ["cpu"] * 2,
+            ["local"],
+            "in its own memory.*has no effect; leave out prompt_",
+        ),
+        (
+            {"prompt_attention": "compute", "pipelining": "rotational", "tensor_parallel": 2},
+            ["cpu"] * 4,
+            ["cpu"],
+            "lanes rotate over 2 replicas, and a copy of a prompt's KV is on one; leave out pipelining",
+        ),
         ({"polling": "device"}, ["cpu"], ["cpu"], "only GPUs can poll for messages"),
         ({"autoscale": "memory=0:2"}, ["cpu"], ["cpu"], "one memory worker must stay"),
     ],
@@ -107,3 +119,22 @@ def test_the_reason_is_said(settings: dict[str, Any], computes: list[str], memor
     spill = "/tmp" if "kv_overcommit" in settings else None
     with pytest.raises(ConfigError, match=says):
         require_allowed(EngineConfig(kv_spill_dir=spill, **settings), computes, memories)
+
+
+@pytest.mark.parametrize(
+    ("settings", "computes", "memories"),
+    [
+        ({"prefill": "cpu:1"}, 2, ["local"]),
+        ({}, 2, ["local", "cpu"]),
+        ({"pipelining": "rotational"}, 1, ["cpu"]),
+        ({"lanes": 3}, 2, ["cpu"]),
+        ({}, 2, ["cpu"]),
+    ],
+)
+def test_where_a_copy_of_a_prompts_kv_is_used_lanes_stay(
+    settings: dict[str, Any], computes: int, memories: list[str]
+) -> None:
+    config = EngineConfig(prompt_attention="compute", **settings)
+    require_allowed(config, ["cpu"] * computes, memories)
+    order = sizing.pipeline(config, computes, shared=False, local="local" in memories)
+    assert not order.may_rotate

@@ -42,8 +42,7 @@ def plan(computes: list[str], memories: list[str], **settings: Any) -> ClusterPl
         (["h100"], [], {"prompt_attention": "compute"}, False),
         (["h100"] * 2, ["cpu"], {}, False),
         (["h100"], ["cpu"], {"lanes": 2}, True),
-        (["cpu"] * 2, ["cpu"], {"prompt_attention": "compute", "lanes": 3}, False),
-        (["cpu"] * 2, ["cpu"], {"prompt_attention": "compute", "pipelining": "rotational"}, False),
+        (["cpu"] * 2, ["cpu"], {"prompt_attention": "compute", "lanes": 3}, True),
     ],
 )
 def test_by_itself_where_one_replica_runs_all_prompts_and_attention_disturbs_others_or_is_slow(
