@@ -79,12 +79,18 @@ class View:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A proposal to move ``tokens`` of a request from ``source`` to the first of ``targets`` that accepts them."""
+    """A proposal to move ``tokens`` of a request from ``source`` to the first of ``targets`` that accepts them.
+
+    Attributes:
+        returns: True if lent tokens return to their home. They may return at once, but then are not lent to ``source``
+            again soon.
+    """
 
     request: str
     source: str
     targets: tuple[str, ...]
     tokens: int
+    returns: bool = False
 
 
 def policy_for(balance: Balance, topology: Topology, partition: Partition) -> Balance:
@@ -183,7 +189,7 @@ def recalls(view: View, free: dict[str, int], used: set[tuple[str, str]]) -> lis
             count = min(one.tokens, needed, free[one.home] - int(SHORT * home.capacity))
             if count >= LEAST and (one.request, creditor) not in used:
                 used.add((one.request, creditor))
-                proposals.append(Proposal(one.request, creditor, (one.home,), count))
+                proposals.append(Proposal(one.request, creditor, (one.home,), count, returns=True))
                 free[one.home] -= count
                 needed -= count
     return proposals
@@ -258,13 +264,14 @@ def _per_second(sequences: float, step_s: float) -> float:
     return sequences / step_s if sequences else 0.0
 
 
-LEAST_SWAP = 64  # tokens of the smallest debt in a cycle that is cleared
+LEAST_SWAP = 16  # tokens of the smallest debt in a cycle that is cleared, and of the smallest move that clears it
 
 
 def clear_cycles(view: View, free: dict[str, int], used: set[tuple[str, str]]) -> list[Proposal]:
     """Return moves of tokens back home along cycles of debt: each worker in a cycle gets slots back (DGFM).
 
-    Arguments are those of ``recalls``.
+    If all workers of a cycle are full, but for a few slots on one, its tokens come home first, and the slots that they
+    leave are for the next worker's tokens. Arguments are those of ``recalls``.
     """
     import networkx  # slow to import; only this policy needs it
 
@@ -277,10 +284,10 @@ def clear_cycles(view: View, free: dict[str, int], used: set[tuple[str, str]]) -
         except networkx.NetworkXNoCycle:
             return proposals
         least = min(graph.edges[edge]["weight"] for edge in cycle)
-        if least >= LEAST_SWAP and all(free.get(debtor, 0) >= LEAST_SWAP for debtor, _ in cycle):
-            for debtor, creditor in cycle:
-                proposals += _repay(view, debtor, creditor, min(least, free[debtor]), used)
-                free[debtor] -= min(least, free[debtor])
+        for debtor, creditor in cycle:
+            if (count := min(least, free.get(debtor, 0))) >= LEAST_SWAP:
+                proposals += _repay(view, debtor, creditor, count, used)
+                free[debtor] -= count
         graph.remove_edges_from(
             [edge for edge in cycle if graph.edges[edge]["weight"] <= max(least, LEAST_SWAP)] or cycle
         )
@@ -298,7 +305,7 @@ def _repay(view: View, debtor: str, creditor: str, tokens: int, used: set[tuple[
     for one in view.held:
         if one.home == debtor and one.worker == creditor and tokens > 0 and (one.request, creditor) not in used:
             used.add((one.request, creditor))
-            proposals.append(Proposal(one.request, creditor, (debtor,), min(tokens, one.tokens)))
+            proposals.append(Proposal(one.request, creditor, (debtor,), min(tokens, one.tokens), returns=True))
             tokens -= one.tokens
     return proposals
 

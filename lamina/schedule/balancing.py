@@ -12,7 +12,7 @@ from lamina.schedule.lane_choice import StepTable
 from lamina.schedule.moves import Moves
 
 LOOK_STEPS = 32  # completed steps between two calls of the policy
-BACK_STEPS = 256  # completed steps before tokens of a request may move back to a worker that they left
+BACK_STEPS = 256  # completed steps before tokens of a request may move back to a worker that they left, but for returns
 LEARN = 0.3  # weight of the latest measurement
 
 
@@ -80,9 +80,8 @@ class Balancing:
                 target, tokens = moved
                 self._came[proposal.request, proposal.source] = self._steps
                 if proposal.tokens > tokens:
-                    self._proposals.insert(
-                        0, (Proposal(proposal.request, proposal.source, (target,), proposal.tokens - tokens), group)
-                    )
+                    rest = dataclasses.replace(proposal, targets=(target,), tokens=proposal.tokens - tokens)
+                    self._proposals.insert(0, (rest, group))
 
     def _look(self) -> None:
         self._came = {key: step for key, step in self._came.items() if self._steps < step + BACK_STEPS}
@@ -94,8 +93,8 @@ class Balancing:
         self._placement.set_speeds({worker: self._token_s[worker] for worker in view.loads} if known else {})
         self._proposals = []
         for proposal in self._policy.propose(view):
-            targets = tuple(one for one in proposal.targets if (proposal.request, one) not in self._came)
-            if targets:
+            left = {one for request, one in self._came if request == proposal.request and not proposal.returns}
+            if targets := tuple(one for one in proposal.targets if one not in left):
                 kept = dataclasses.replace(proposal, targets=targets)
                 self._proposals.append((kept, groups[proposal.request]))
 

@@ -174,9 +174,23 @@ def test_debts_in_a_cycle_are_cleared() -> None:
     view = View({name: Load(1000, 600, 1, 300) for name in names}, held)
     proposals = ByDebt().propose(view)
     assert {(one.request, one.targets) for one in proposals} == {(str(n), (home,)) for n, home in enumerate(names)}
-    assert {one.tokens for one in proposals} == {200}, "the least of the debts"
+    assert {(one.tokens, one.returns) for one in proposals} == {(200, True)}, "the least of the debts"
     after = debts(made(view, proposals))
     assert sorted(after.values()) == [50, 100] and not [one for one in ByDebt().propose(made(view, proposals))]
+
+
+def test_full_workers_exchange_what_they_have_lent_through_a_few_free_slots_of_one() -> None:
+    """Tokens come home look by look, into the slots that others have left. At last, none owe more than fits at once."""
+    names = ["memory0", "memory1", "memory2"]
+    held = [HeldTokens(home, names[(number + 1) % 3], home, 200) for number, home in enumerate(names)]
+    loads = {name: Load(1000, free, 1, 200) for name, free in zip(names, (20, 0, 0), strict=True)}
+    filled = [HeldTokens(f"own {name}", name, name, 800 - loads[name].free) for name in names]
+    view, looks = View(loads, [*held, *filled]), 0
+    while max(debts(view).values()) > 20:
+        before = debts(view)
+        view, looks = made(view, ByDebt().propose(view)), looks + 1
+        assert debts(view) != before
+    assert looks <= 3 * 200 / 16 and sum(load.free for load in view.loads.values()) == 20
 
 
 LENDING: list[type[Policy]] = [ByThroughput, ByDebt]
@@ -226,7 +240,7 @@ def test_a_creditor_short_of_slots_gets_back_what_its_debtor_has_room_for(policy
     held = [HeldTokens("lent", "creditor", "debtor", 500), HeldTokens("own", "creditor", "creditor", 450)]
     short = {"creditor": Load(1000, 50, 1, 950), "debtor": Load(1000, 900, 1, 100)}
     (back,) = policy().propose(View(short, held))
-    assert back == Proposal("lent", "creditor", ("debtor",), int(2 * SHORT * 1000) - 50)
+    assert back == Proposal("lent", "creditor", ("debtor",), int(2 * SHORT * 1000) - 50, returns=True)
     for creditor, debtor in (
         (200, 900),
         (50, int(SHORT * 1000) + LEAST - 1),

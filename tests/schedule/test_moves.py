@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -9,7 +10,7 @@ from lamina.core.pipeline import Pipeline
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Balance, Partition
 from lamina.kv import balancing
-from lamina.kv.balancing import POLICIES
+from lamina.kv.balancing import POLICIES, Policy, Proposal, View
 from lamina.schedule import balancing as looks
 from lamina.schedule.balancing import Balancing
 from lamina.schedule.limits import Limits
@@ -62,6 +63,18 @@ def test_what_is_kept_for_others_is_not_of_a_first_completion_that_was_released(
     assert [fork.parent for fork in forks] == [second.sequence]
 
 
+def noting_returns(policy: Policy, returning: set[tuple[str, str, str]]) -> Callable[[View], list[Proposal]]:
+    """Return the policy's ``propose``, which adds moves of lent tokens to their home to ``returning``."""
+    propose = policy.propose
+
+    def noted(view: View) -> list[Proposal]:
+        proposals = propose(view)
+        returning.update((one.request, one.source, one.targets[0]) for one in proposals if one.returns)
+        return proposals
+
+    return noted
+
+
 @pytest.mark.usefixtures("unbounded_moves")
 @pytest.mark.parametrize("name", POLICIES)
 def test_whatever_a_policy_moves_every_slot_comes_back_and_nothing_returns_at_once(
@@ -76,13 +89,17 @@ def test_whatever_a_policy_moves_every_slot_comes_back_and_nothing_returns_at_on
         course = random_course(draw, 2, None, random_events(draw) | {"move_several": {}})
         cluster = Moving(others, prompts, *course.sizes)
         scheduler = cluster.scheduler
-        scheduler.balancing = Balancing(POLICIES[name](), scheduler.moves, scheduler.placement)
+        policy, returning = POLICIES[name](), set[tuple[str, str, str]]()
+        monkeypatch.setattr(policy, "propose", noting_returns(policy, returning))
+        scheduler.balancing = Balancing(policy, scheduler.moves, scheduler.placement)
         play_out(cluster, course)
         moved += cluster.scheduler.moves.counts.moves
         seen = set[tuple[str, str, str]]()
         for one in cluster.begun:
-            assert (one.group.request.request_id, one.target, one.source) not in seen, "within so few steps"
-            seen.add((one.group.request.request_id, one.source, one.target))
+            request_id = one.group.request.request_id
+            if (request_id, one.target, one.source) in seen:  # within so few steps
+                assert (request_id, one.source, one.target) in returning, "it was not lent"
+            seen.add((request_id, one.source, one.target))
     assert moved > 30
 
 
@@ -105,6 +122,35 @@ def test_speeds_that_balancing_has_learned_place_requests() -> None:
     members = tuple(Member(f"memory{index}", "memory", "cpu", "", 100) for index in range(2))
     under_test.placement.apply_topology(Topology(FIRST, members, Pipeline(1, 1)))
     assert under_test.placement.fitting(10, 1) == [("memory1", 10)]
+
+
+class Script:
+    """A policy that proposes what it was given, one proposal at a time."""
+
+    def __init__(self, *proposals: Proposal) -> None:
+        self.left = list(proposals)
+
+    def propose(self, view: View) -> list[Proposal]:
+        return [self.left.pop(0)]
+
+
+def test_lent_tokens_return_when_the_policy_looks_next_and_are_not_lent_again_soon() -> None:
+    under_test = settled()
+    lend = Proposal("long", "memory0", ("memory1",), 10)
+    back = Proposal("long", "memory1", ("memory0",), 10, returns=True)
+    follows = Balancing(Script(lend, back, *[lend] * 20), under_test.moves, under_test.placement)
+    begun = list[tuple[int, str]]()  # steps, and the source of each move
+    for steps in range(0, looks.BACK_STEPS + 2 * looks.LOOK_STEPS + 1):
+        follows.note_step(0, 1, 0.1)
+        follows.begin_moves()
+        for move in under_test.moves.in_progress:
+            begun.append((steps, move.source))
+            under_test.on_move_done(step(under_test).moves[0].number)
+            while under_test.moves.in_progress:
+                step(under_test)
+    (lent, _), (returned, _), (again, _) = begun
+    assert [source for _, source in begun] == ["memory0", "memory1", "memory0"]
+    assert returned == lent + looks.LOOK_STEPS and again == returned + looks.BACK_STEPS
 
 
 def test_times_of_steps_and_attention_bound_what_local_memory_lends() -> None:
