@@ -17,6 +17,7 @@ import msgspec
 from lamina.cluster.conversations import (
     CONNECT_TIMEOUT_S,
     LOAD_TIMEOUT_S,
+    Conversation,
     Gather,
     Launcher,
     OnProgress,
@@ -34,9 +35,9 @@ from lamina.cluster.joining import (
 from lamina.cluster.linking import Pair, link
 from lamina.cluster.local_workers import SupervisedWorkers
 from lamina.cluster.pool import CPU, REMOTE
-from lamina.cluster.scratch import make_scratch
+from lamina.cluster.scratch import kv_wanted, make_scratch, untouched_bytes
 from lamina.cluster.sizing import ClusterPlan
-from lamina.cluster.slabs import with_capacities
+from lamina.cluster.slabs import with_capacities, without_reserved
 from lamina.control.messages import (
     Computed,
     ComputeSetup,
@@ -155,15 +156,16 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     plan = with_turns(plan, len(loaded.attentions) + 1)
     if plan.pipeline.stages > 1:
         plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, starts=loaded.starts))
-    scratch = converse(
-        gather, make_scratch(control, plan, loaded, {name: plan.greetings[name] for name in plan.computes})
-    )
     local = plan.computes if plan.compute_setup.local else []
     holders = [*local, *plan.memories]
+    scratch = converse(gather, _scratch(control, plan, loaded, holders))
     setup = plan.memory_setup(loaded, _shards(plan, loaded).count)
     control.send(holders, reservation(plan, setup, slot_rows(plan.compute_setup.rows, _links(plan))))
     control.send(holders, Inspect())  # not before: weights may be loaded where they are
-    setup, capacities = with_capacities(plan, setup, gather.all(Resources, holders, LOAD_TIMEOUT_S))
+    hosts = {name: hello.host for name, hello in plan.greetings.items()}
+    untouched = untouched_bytes(plan, loaded, scratch, plan.greetings)
+    found = without_reserved(gather.all(Resources, holders, LOAD_TIMEOUT_S), hosts, untouched)
+    setup, capacities = with_capacities(plan, setup, found)
     for name, capacity in capacities.items():
         threads = plan.threads("compute" if name in local else "memory", plan.greetings[name])
         own = local_setup(setup) if name in local else setup
@@ -181,6 +183,14 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     topology = Topology(epoch, tuple(members), plan.pipeline)
     _connect(control, gather, fabric, topology)
     return Cluster.from_members(fabric, topology)
+
+
+def _scratch(
+    control: ControlServer, plan: ClusterPlan, loaded: ModelLoaded, holders: Sequence[str]
+) -> Conversation[dict[str, int]]:
+    """Return the tokens of each compute worker's scratch memory. ``holders``: Workers that get slabs afterwards."""
+    greetings, slabs = {name: plan.greetings[name] for name in plan.computes}, [plan.greetings[one] for one in holders]
+    return make_scratch(control, plan, loaded, greetings, slabs, kv_wanted(plan, slabs))
 
 
 def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:

@@ -3,7 +3,6 @@
 import functools
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +16,7 @@ from lamina.cluster.conversations import (
     Launcher,
 )
 from lamina.cluster.linking import Pair, SlotSizes, link
-from lamina.cluster.scratch import make_scratch
+from lamina.cluster.scratch import kv_wanted, make_scratch, memory_place, untouched_bytes
 from lamina.cluster.sizing import ClusterPlan, boot_id
 from lamina.cluster.slabs import SlabSize, kv_bytes_of_joiner, slab_of, slab_there, token_slots
 from lamina.control.messages import (
@@ -229,7 +228,7 @@ def prepare_workers(
     Args:
         kinds: The kind of each worker: a memory worker, or the compute workers of one replica in order.
         role: Role of all these workers.
-        promised: Returns, for a host, the bytes of KV that its memory workers were given but have not yet used.
+        promised: Returns, for a host, the bytes of KV that its workers were given but have not yet used.
 
     Raises ConfigError if a worker has another release or model, or too little memory.
     """
@@ -243,9 +242,10 @@ def prepare_workers(
     scratch = dict[str, int]()
     if role == "compute":
         yield from _load(control, fabric, [(name, greeted[name]) for name in names])
-        scratch = yield from make_scratch(control, plan, fabric.loaded, greeted)
+        scratch = yield from _scratch(control, fabric, greeted, promised)
         setup = local_setup(setup)
-    members, given = list[Member](), Counter[str]()  # by host: bytes of the slabs made here
+    members = list[Member]()
+    given = untouched_bytes(plan, fabric.loaded, scratch, greeted)  # by host: bytes of memory allocated here
     for name, kind in kinds.items():
         hello, capacity = greeted[name], 0
         if has_slab:
@@ -254,6 +254,21 @@ def prepare_workers(
             given[hello.host] += fabric.slab.nbytes(capacity)
         members.append(Member(name, role, kind, hello.host, capacity, scratch.get(name, 0)))
     return tuple(members)
+
+
+def _scratch(
+    control: ControlServer, fabric: Fabric, greeted: Mapping[str, Hello], promised: Callable[[str], int]
+) -> Conversation[dict[str, int]]:
+    """Have the compute workers of a replica allocate scratch memory. Arguments are those of ``prepare_workers``."""
+    plan = fabric.plan
+    local = list(greeted.values()) if plan.compute_setup.local else []
+    beside, wanted = [fabric.greetings[one] for one in plan.memories if one in fabric.greetings], kv_wanted(plan, local)
+
+    def taken(hello: Hello) -> int:
+        on_gpu = memory_place(hello)[1]  # where free memory falls as soon as a slab is allocated
+        return wanted(hello) + (0 if on_gpu else promised(hello.host))
+
+    return (yield from make_scratch(control, plan, fabric.loaded, greeted, [*local, *beside], taken))
 
 
 def _load(control: ControlServer, fabric: Fabric, greeted: Sequence[tuple[str, Hello]]) -> Conversation[None]:

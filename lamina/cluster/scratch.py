@@ -1,29 +1,40 @@
 """Sets up the scratch memory of compute workers, in which prompts keep K and V while they run."""
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 
 from lamina.cluster.conversations import LOAD_TIMEOUT_S, Ask, Conversation
+from lamina.cluster.pool import CUDA
 from lamina.cluster.sizing import ClusterPlan, boot_id
 from lamina.control.messages import Hello, Inspect, MemorySetup, ModelLoaded, Reserve, Resources, SlabReady
 from lamina.control.sockets import ControlServer
+from lamina.core.errors import ConfigError
 from lamina.core.types import KvElement, Overlap
 from lamina.dataplane.leases import slot_rows
 from lamina.schedule.turn import DEPTH
 
 PROMPTS = 2  # of the longest, for which there is to be scratch memory: a step has at most two unfinished ones
-SHARE = 0.1  # of free memory that KV needs too, for the scratch memory of all compute workers of a machine
+SHARE = 0.1  # of free memory that KV needs too, for the scratch memory of all compute workers there
 GPU_SHARE = 0.5  # of the free memory of a GPU that holds no other KV
 
 
 def make_scratch(
-    control: ControlServer, plan: ClusterPlan, loaded: ModelLoaded, greetings: Mapping[str, Hello]
+    control: ControlServer,
+    plan: ClusterPlan,
+    loaded: ModelLoaded,
+    greetings: Mapping[str, Hello],
+    holders: Iterable[Hello],
+    taken: Callable[[Hello], int],
 ) -> Conversation[dict[str, int]]:
     """Have compute workers that have loaded the model allocate their scratch memory.
 
-    ``greetings``: First message of each of these workers.
+    Args:
+        greetings: First message of each of these workers.
+        holders: First messages of the workers with slabs.
+        taken: Returns how much of the memory that is free where a worker runs slabs will take, in bytes.
 
     Returns the tokens that each of them holds; empty if the cluster has no scratch memory. Raises ConfigError.
     """
@@ -35,13 +46,48 @@ def make_scratch(
     control.send(names, Reserve(setup, limits.max_num_batched_tokens, limits.max_sequences, DEPTH * lanes, rows, lanes))
     control.send(names, Inspect())
     found: dict[str, Resources] = yield Ask(Resources, names, LOAD_TIMEOUT_S)
-    machines = {name: boot_id(hello.host) for name, hello in greetings.items()}
-    tokens = scratch_tokens(plan, loaded, found, machines)
+    places = {name: memory_place(hello) for name, hello in greetings.items()}
+    nbytes = scratch_bytes(
+        plan, found, places, {memory_place(one) for one in holders}, {n: taken(greetings[n]) for n in names}
+    )
+    tokens = scratch_tokens(plan, loaded, nbytes)
     for name in names:
         threads = plan.threads("compute", greetings[name])
         control.send([name], msgspec.structs.replace(setup, capacity=max(1, tokens[name]), threads=threads))
     yield Ask(SlabReady, names, LOAD_TIMEOUT_S)
     return tokens
+
+
+def kv_wanted(plan: ClusterPlan, holders: Iterable[Hello]) -> Callable[[Hello], int]:
+    """Return a function for ``taken`` of ``make_scratch`` before there are slabs: the bytes that the settings ask for.
+
+    Without ``kv_cache_memory_bytes``, slabs take a share of what scratch memory leaves.
+    """
+    each, workers = plan.config.kv_cache_memory_bytes or 0, Counter(memory_place(one) for one in holders)
+    return lambda hello: each * workers[memory_place(hello)]
+
+
+Place = tuple[str, str]
+"""Memory that workers share: of a machine, and of one of its GPUs, or "" for the machine's own."""
+
+
+def memory_place(hello: Hello) -> Place:
+    """Return the memory that a worker uses."""
+    return boot_id(hello.host), hello.device if hello.device.startswith(CUDA) else ""
+
+
+def untouched_bytes(
+    plan: ClusterPlan, loaded: ModelLoaded, tokens: Mapping[str, int], greetings: Mapping[str, Hello]
+) -> Counter[str]:
+    """Return, by host, the bytes of scratch memory that still count as free: on CPUs, until prompts use it.
+
+    ``tokens``: By worker, how many tokens its scratch memory holds.
+    """
+    token, found = _token_nbytes(plan, loaded), Counter[str]()
+    for name, count in tokens.items():
+        if not memory_place(greetings[name])[1]:
+            found[greetings[name].host] += count * token
+    return found
 
 
 def _setup(plan: ClusterPlan, loaded: ModelLoaded) -> MemorySetup:
@@ -57,23 +103,48 @@ def _setup(plan: ClusterPlan, loaded: ModelLoaded) -> MemorySetup:
     )
 
 
-def scratch_tokens(
-    plan: ClusterPlan, loaded: ModelLoaded, found: Mapping[str, Resources], machines: Mapping[str, str]
+def scratch_bytes(
+    plan: ClusterPlan,
+    found: Mapping[str, Resources],
+    places: Mapping[str, Place],
+    holders: Collection[Place],
+    taken: Mapping[str, int],
 ) -> dict[str, int]:
-    """Return how many tokens the scratch memory of each worker is to hold, given its free memory.
+    """Return the bytes of each worker's scratch memory. Workers at one place share what is free there.
 
-    ``machines``: By worker, its machine. Workers without a GPU share the machine's memory.
+    Args:
+        plan: The cluster's plan.
+        found: Free memory, by worker.
+        places: Where each worker runs.
+        holders: Where workers with slabs run.
+        taken: By worker, bytes of free memory that these slabs will take.
     """
-    token, most = _token_nbytes(plan, loaded), PROMPTS * plan.limits.max_model_len
-    tokens = {}
+    workers, nbytes = Counter(places.values()), {}
     for name, each in found.items():
+        free = each.free_bytes
         if each.gpu_total:
-            spared = each.gpu_total * (1 - plan.config.gpu_memory_utilization)
-            nbytes = max(0.0, each.gpu_bytes - spared) * (SHARE if plan.compute_setup.local else GPU_SHARE)
-        else:
-            nbytes = SHARE * each.free_bytes / sum(machine == machines[name] for machine in machines.values())
-        tokens[name] = min(most, int(nbytes / token))
-    return tokens
+            free = max(0, each.gpu_bytes - int(each.gpu_total * (1 - plan.config.gpu_memory_utilization)))
+        share = GPU_SHARE if each.gpu_total and places[name] not in holders else SHARE
+        nbytes[name] = int(max(0.0, min(share * free, free - taken[name]))) // workers[places[name]]
+    return nbytes
+
+
+def scratch_tokens(plan: ClusterPlan, loaded: ModelLoaded, nbytes: Mapping[str, int]) -> dict[str, int]:
+    """Return how many tokens the scratch memory of each worker is to hold, given its bytes.
+
+    Raises ConfigError if the settings ask for scratch memory and a worker has no room for the chunk of one step.
+    """
+    token, limits = _token_nbytes(plan, loaded), plan.limits
+    least = min(limits.max_num_batched_tokens, limits.max_model_len)
+    for name, own in nbytes.items():
+        if plan.config.prompt_attention == "compute" and own < least * token:
+            raise ConfigError(
+                f"prompt_attention compute: {name} has {own} bytes for copies of prompts' KV, and one step's {least} "
+                f"tokens need {least * token}. The copies get a part of the memory that is free beside the weights, "
+                "and only what kv_cache_memory_bytes leaves of it. Lower kv_cache_memory_bytes or "
+                "max_num_batched_tokens, or leave out prompt_attention"
+            )
+    return {name: min(PROMPTS * limits.max_model_len, own // token) for name, own in nbytes.items()}
 
 
 def _token_nbytes(plan: ClusterPlan, loaded: ModelLoaded) -> int:

@@ -1,6 +1,7 @@
 """Computes slab sizes: the bytes of KV of each memory worker, and the token slots that fit in them. Pure."""
 
 import bisect
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -165,6 +166,29 @@ def slab_of(plan: ClusterPlan, setup: MemorySetup) -> SlabSize:
     element = KvElement.from_setting(setup.kv_cache_dtype, setup.dtype)
     lanes, cached = plan.pipeline.lanes, plan.config.prefix_cache
     return slab_size(setup.attentions, element, setup.forgets, plan.limits, lanes, cached)
+
+
+def without_reserved(
+    found: Mapping[str, Resources], hosts: Mapping[str, str], reserved: Mapping[str, int]
+) -> dict[str, Resources]:
+    """Return ``found`` less memory that workers have allocated and not yet used, which still counts as free.
+
+    Args:
+        found: Free memory, by worker.
+        hosts: By worker, its host.
+        reserved: Bytes of such memory, by host.
+    """
+    near = Counter[str]()
+    for one, nbytes in reserved.items():
+        near[boot_id(one)] += nbytes
+    return {
+        name: msgspec.structs.replace(
+            each,
+            free_bytes=max(0, each.free_bytes - reserved.get(hosts[name], 0)),
+            machine_bytes=max(0, each.machine_bytes - near[boot_id(hosts[name])]),
+        )
+        for name, each in found.items()
+    }
 
 
 def with_capacities(

@@ -283,6 +283,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
         version: version of lamina.
         cores: the numbers of the CPU cores that the worker may use.
         rdma: True if the machine has an RDMA device.
+        device: what the worker runs on, as in ``control.sockets.Bootstrap``.
     """
 
     host: str
@@ -290,6 +291,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     machine: str = ""
     cores: list[int] = []
     rdma: bool = False
+    device: str = "cpu"
 
 
 class Inspect(msgspec.Struct, tag=True, frozen=True):

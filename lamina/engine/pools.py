@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from lamina.cluster.conversations import Wish, Workers
 from lamina.cluster.joining import Fabric
 from lamina.cluster.pool import REMOTE, Kinds, PoolChange
+from lamina.cluster.scratch import untouched_bytes
 from lamina.control.messages import Changed, ToEngine
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, LaminaError, WorkerError
@@ -80,7 +81,8 @@ class Pools:
         self._workers = workers
         self._control, self._fabric, self._turn, self._adopt = control, fabric, turn, adopt
         self._pipeline = topology.pipeline
-        self._joins = Joins(control, workers, fabric, topology, lambda host: unused(host) * fabric.slab.nbytes(1))
+        self._unused = unused
+        self._joins = Joins(control, workers, fabric, topology, self._promised)
         self._leaves = Leaves(control, workers, turn.scheduler)
         self._resizes: dict[str, Resize] = {}
         self._replacements = Replacements(max_restarts)
@@ -91,6 +93,12 @@ class Pools:
         for pool in topology.sizes:
             for kinds in self._missing(pool):
                 self._replace(pool, kinds, WorkerError(pool, "it was lost with an earlier engine"))
+
+    def _promised(self, host: str) -> int:
+        """Return the bytes of slabs and scratch memory on a host that workers may still use."""
+        fabric, tokens = self._fabric, {one.name: one.scratch for one in self.topology.members if one.scratch}
+        copies = untouched_bytes(fabric.plan, fabric.loaded, tokens, fabric.greetings)
+        return self._unused(host) * fabric.slab.nbytes(1) + copies[host]
 
     def _resume_leaves(self) -> None:
         """Let the workers leave that an earlier engine was to let leave, if the others have room for their KV."""

@@ -55,10 +55,10 @@ def free_memory() -> int:
     return max(0, free)
 
 
-def greeting() -> Hello:
-    """Return the first message of this process to the engine."""
+def greeting(device: str) -> Hello:
+    """Return the first message to the engine of this process, a worker on ``device``."""
     rdma = RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
-    return Hello(host(), __version__, platform.node(), sorted(os.sched_getaffinity(0)), rdma)
+    return Hello(host(), __version__, platform.node(), sorted(os.sched_getaffinity(0)), rdma, device)
 
 
 def inspection(device: str, gpu_memory: Callable[[str], tuple[int, int]]) -> Inspection:
@@ -116,7 +116,7 @@ def serve(control: ControlClient, build: Build) -> None:
     """Greet the engine, build the worker and run it. Reports a failure to the engine, then raises SystemExit."""
     with contextlib.ExitStack() as resources:
         try:
-            control.send(greeting())
+            control.send(greeting(control.device))
             build(control, resources).run()
         except Exception as error:
             # Sent before the links close, so that the engine gets this error before a peer reports a lost link.
