@@ -375,10 +375,12 @@ def _unpack(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> T
 
 
 def _read_gptq(packed: Packed, read: Read) -> tuple[Tensor, Tensor | None]:
-    assert packed.zeros is not None
+    words = read(packed.codes).T.contiguous()
+    if packed.zeros is None:
+        return _signed(words, packed.bits), None
     stored = _unpack(read(packed.zeros), packed.bits).T
     zeros = (stored.int() + packed.zero_offset) & ((1 << packed.bits) - 1)
-    return _unpack(read(packed.codes).T.contiguous(), packed.bits), zeros
+    return _unpack(words, packed.bits), zeros
 
 
 def _read_awq(packed: Packed, read: Read) -> tuple[Tensor, Tensor | None]:
@@ -389,15 +391,15 @@ def _read_awq(packed: Packed, read: Read) -> tuple[Tensor, Tensor | None]:
 
 def _read_rows(packed: Packed, read: Read) -> tuple[Tensor, Tensor | None]:
     """Read codes and zero points that are stored with an offset of half their range."""
-    half = 1 << (packed.bits - 1)
-
-    def signed(words: Tensor) -> Tensor:
-        return (_unpack(words, packed.bits).short() - half).to(torch.int8)
-
     zeros = None if packed.zeros is None else read(packed.zeros)
     if zeros is not None and zeros.dtype == torch.int32:  # packed too, along the outputs
-        zeros = signed(zeros.T.contiguous()).T[: packed.shape[0]]
-    return signed(read(packed.codes)), zeros
+        zeros = _signed(zeros.T.contiguous(), packed.bits).T[: packed.shape[0]]
+    return _signed(read(packed.codes), packed.bits), zeros
+
+
+def _signed(words: Tensor, bits: int) -> Tensor:
+    """Unpack codes that are stored with an offset of half their range to int8."""
+    return (_unpack(words, bits).short() - (1 << (bits - 1))).to(torch.int8)
 
 
 def _read_plain(packed: Packed, read: Read) -> tuple[Tensor, Tensor | None]:

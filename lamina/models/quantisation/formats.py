@@ -45,7 +45,7 @@ class Packed:
         bits: bits of a code.
         codes: name of the tensor of codes.
         scales: name of the tensor of scales.
-        zeros: name of the tensor of zero points; None: all are 0.
+        zeros: name of the tensor of zero points; None: all are 0, or the middle of codes that have no sign.
         groups: name of the tensor with the group of each input; None: groups are consecutive inputs.
         zero_offset: number to add to stored zero points.
         shape: shape of the weight.
@@ -74,6 +74,7 @@ class Scheme:
         bits: bits of a code.
         blocks: possible numbers of outputs and inputs that share a scale; -1: all.
         zero_offset: number to add to stored zero points.
+        symmetric: True if all zero points are the middle of the codes, whatever is stored.
         activations: True if the model is meant to run with quantised activations, which Lamina does not do.
         floats: True if codes are 8-bit floats.
     """
@@ -82,6 +83,7 @@ class Scheme:
     bits: int
     blocks: tuple[Block, ...]
     zero_offset: int = 0
+    symmetric: bool = False
     activations: bool = False
     floats: bool = False
 
@@ -132,12 +134,16 @@ def _group(config: Mapping[str, Any]) -> int:
 
 
 def _gptq(config: Mapping[str, Any]) -> Scheme:
-    bits, form = config["bits"], config.get("checkpoint_format") or "gptq"
+    bits, form = config["bits"], config.get("checkpoint_format") or config.get("format") or "gptq"
+    words = config.get("pack_dtype") or "int32"
     _require(bits in (4, 8), f"it has {bits} bits")
     _require(form in ("gptq", "gptq_v2"), f"its checkpoint_format is {form}")
+    _require(words == "int32", f"its codes are packed into {words}, not int32 (pack_dtype)")
     others = [name for name in config.get("dynamic") or {} if not name.startswith("-:")]
     _require(not others, f"some modules have settings of their own (dynamic: {', '.join(others)})")
-    return Scheme("gptq", bits, ((1, _group(config)),), zero_offset=int(form == "gptq"))
+    # Some writers store other zero points in symmetric checkpoints than their version of the format has.
+    symmetric = config.get("sym") is True
+    return Scheme("gptq", bits, ((1, _group(config)),), zero_offset=int(form == "gptq"), symmetric=symmetric)
 
 
 def _awq(config: Mapping[str, Any]) -> Scheme:
@@ -217,7 +223,7 @@ def find_packed(tensors: Mapping[str, TensorEntry], known: Scheme) -> dict[str, 
     find = {"gptq": _find_gptq, "awq": _find_awq}.get(known.method, _find_plain)
     return {
         f"{base}.weight": _packed(tensors, known, base, layout, names, shape, groups)
-        for base, layout, names, shape, groups in find(tensors, known.bits)
+        for base, layout, names, shape, groups in find(tensors, known)
     }
 
 
@@ -231,26 +237,27 @@ _Found = tuple[str, Layout, Sequence[str], tuple[int, int], str | None]
 """Prefix of the names; layout; names of codes, scales and, if any, zero points; shape; name of the groups' tensor."""
 
 
-def _find_gptq(tensors: Mapping[str, TensorEntry], bits: int) -> Iterator[_Found]:
+def _find_gptq(tensors: Mapping[str, TensorEntry], known: Scheme) -> Iterator[_Found]:
     for base in _with_suffix(tensors, ".qweight"):
-        words, outputs = _matrix(_entries(tensors, base, _NAMES)[0])
-        yield base, Layout.GPTQ, _NAMES, (outputs, words * 32 // bits), _known(tensors, f"{base}.g_idx")
+        names = _NAMES[:2] if known.symmetric else _NAMES
+        words, outputs = _matrix(_entries(tensors, base, names)[0])
+        yield base, Layout.GPTQ, names, (outputs, words * 32 // known.bits), _known(tensors, f"{base}.g_idx")
 
 
-def _find_awq(tensors: Mapping[str, TensorEntry], bits: int) -> Iterator[_Found]:
+def _find_awq(tensors: Mapping[str, TensorEntry], known: Scheme) -> Iterator[_Found]:
     for base in _with_suffix(tensors, ".qweight"):
         inputs, words = _matrix(tensors[f"{base}.qweight"])
-        yield base, Layout.AWQ, _NAMES, (words * 32 // bits, inputs), None
+        yield base, Layout.AWQ, _NAMES, (words * 32 // known.bits, inputs), None
 
 
 _NAMES = ("qweight", "scales", "qzeros")
 
 
-def _find_plain(tensors: Mapping[str, TensorEntry], bits: int) -> Iterator[_Found]:
+def _find_plain(tensors: Mapping[str, TensorEntry], known: Scheme) -> Iterator[_Found]:
     for base in _with_suffix(tensors, ".weight_packed"):
         outputs, words = _matrix(tensors[f"{base}.weight_packed"])
         names = ["weight_packed", "weight_scale", *_zero_points(tensors, base)]
-        yield base, Layout.ROWS, names, (outputs, words * 32 // bits), _known(tensors, f"{base}.weight_g_idx")
+        yield base, Layout.ROWS, names, (outputs, words * 32 // known.bits), _known(tensors, f"{base}.weight_g_idx")
     for base in _with_suffix(tensors, ".weight"):
         entry = tensors[f"{base}.weight"]
         if entry.dtype not in ("I8", "F8_E4M3"):
