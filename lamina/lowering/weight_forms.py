@@ -30,6 +30,8 @@ from lamina.models.quantisation.codes import (
 )
 from lamina.splitter.split_model import Shard, cut
 
+aten = torch.ops.aten
+
 
 def linear_weights(model: LoweredModel) -> frozenset[str]:
     """Return the weights that linear layers alone use: neither embeddings nor experts in one tensor."""
@@ -59,9 +61,16 @@ def router_weights(model: LoweredModel) -> frozenset[str]:
     """Return the weights of the linear layers that choose experts."""
     found = frozenset[str]()
     for part in model.parts:
-        nodes = _graph(model, part).nodes
-        found |= _last_before(model, part, [node for node in nodes if node.target is torch.ops.aten.topk.default])
+        found |= _last_before(model, part, [node for node in _graph(model, part).nodes if _chooses(node)])
     return found
+
+
+def _chooses(node: fx.Node) -> bool:
+    """Return whether a node selects the largest of some values, and the graph uses which they are."""
+    if node.target is aten.argmax.default:
+        return True
+    found = node.target in (aten.topk.default, aten.max.dim, aten.sort.default, aten.sort.stable)
+    return found and any(user.args[1] == 1 for user in node.users)  # by its users, which are ``operator.getitem``
 
 
 def chosen(model: LoweredModel, linear: Collection[str], to: Quantization) -> frozenset[str]:

@@ -170,8 +170,8 @@ def test_slices_compute_what_their_dense_weights_compute(folder: Path, way: tupl
 @pytest.mark.parametrize(
     "family",
     sweep(
-        ["mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "gpt_oss", "llama4_text"],
-        ["mixtral", "gpt_oss", "llama4_text"],
+        ["mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "gpt_oss", "llama4_text", "phimoe"],
+        ["mixtral", "gpt_oss", "llama4_text", "phimoe"],
     ),
 )
 @pytest.mark.parametrize(("name", "to"), [("cpu", "int8"), ("emulated", "int8"), ("emulated", "fp8")])
