@@ -17,6 +17,7 @@ from torch._export.utils import _compiling_state_context
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from lamina.core.errors import UnsupportedModelError
 from lamina.core.types import DType
@@ -118,17 +119,25 @@ def _build(config: PretrainedConfig, dtype: DType, mode: FakeTensorMode) -> Any:
         raise UnsupportedModelError(
             f"model type {config.model_type!r} is more than a text decoder; give the configuration of its text model"
         )
+    if not getattr(config, "is_causal", True):
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r}: its configuration says that is_causal is false, so tokens attend to "
+            "later ones: only decoder attention can be served from a KV cache; give a model that generates text"
+        )
     try:
-        with mode:
+        with mode, no_init_weights():  # some families draw values in ways that fake tensors do not have
             model = AutoModelForCausalLM.from_config(
                 config,
                 dtype=getattr(torch, dtype.value),
                 attn_implementation=adapters.build_implementation(config.model_type),
             )
+            model.tie_weights()
             adapters.adapt(model, config.model_type)
             adapters.keep_in_float32(model, dtype)
     except Exception as error:  # model code of transformers may raise any type
-        raise UnsupportedModelError(f"transformers cannot build {config.model_type!r} as a decoder: {error}") from error
+        raise UnsupportedModelError(
+            f"transformers cannot build {config.model_type!r} as a decoder: {_first_line(error)}"
+        ) from error
     return model.eval()
 
 
@@ -172,11 +181,20 @@ def _untraceable(config: PretrainedConfig, error: Exception) -> UnsupportedModel
             "longest sequence of a batch, so tokens of several requests cannot share a batch; give a model of another "
             "rope_type"
         )
-    reason = str(error).strip().splitlines()
+    if selected := getattr(config, "index_topk", None):
+        return UnsupportedModelError(
+            f"model type {config.model_type!r}: its attentions see only the {selected} tokens that an indexer selects "
+            "(index_topk); Lamina's attentions see all tokens, or those of a window or chunk. Give a model without it"
+        )
     return UnsupportedModelError(
         f"model type {config.model_type!r} cannot be traced with a variable number of tokens: {type(error).__name__}: "
-        f"{reason[0] if reason else 'no reason given'}"
+        f"{_first_line(error)}"
     )
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says, without the advice to developers that PyTorch adds in further lines."""
+    return next(iter(str(error).strip().splitlines()), "no reason given")
 
 
 def _rope_by_length(config: PretrainedConfig) -> str | None:
@@ -201,5 +219,14 @@ def _constant(model: Any, modules: Mapping[str, nn.Module], name: str) -> Tensor
         key: None if buffer is None else torch.zeros(buffer.shape, dtype=buffer.dtype)
         for key, buffer in module._buffers.items()
     }
-    model._init_weights(module)
+    _innermost_model(model, path)._init_weights(module)
     return module.get_buffer(attribute)
+
+
+def _innermost_model(model: Any, path: str) -> Any:
+    """Return the model that initialises the module at ``path``: ``model``, or one inside of it, as in transformers."""
+    found = model
+    for name in path.split("."):
+        model = getattr(model, name)
+        found = model if isinstance(model, PreTrainedModel) else found
+    return found

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from lamina.core.types import DType
 from lamina.splitter import split
 from tests.support.random_models import (
+    FURTHER,
     NAMES,
     REPRESENTATIVES,
     variant,
@@ -21,7 +22,7 @@ from tests.support.split_oracle import Runner, assert_same_logits
 from tests.support.sweep import sweep
 
 
-@pytest.mark.parametrize("name", sweep(NAMES, REPRESENTATIVES))
+@pytest.mark.parametrize("name", sweep([*NAMES, *FURTHER], [*REPRESENTATIVES, "laguna", "modernbert-decoder"]))
 def test_variant(name: str) -> None:
     assert_same_logits(variant(name))
 

@@ -173,7 +173,55 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", _GROUPED | {"num_experts": 4, "num_experts_per_tok": 2}),
 }
 
+_MIXED = _EXPERTS | {"num_shared_experts": 1}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+_FURTHER: dict[str, dict[str, Any]] = {
+    "afmoe": _WIDE | _MIXED | _SLIDING | {"num_dense_layers": 1},
+    "apertus": _GROUPED,
+    "arcee": _WIDE,
+    "biogpt": _COMMON,
+    "bitnet": _GROUPED,
+    "cohere2_moe": _WIDE | _MIXED | _SLIDING,
+    "cwm": _WIDE | _SLIDING,
+    "dots1": _DEEPSEEK | _SLIDING,
+    "exaone_moe": _WIDE | _MIXED | _SLIDING | {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+    "flex_olmo": _GROUPED | _EXPERTS,
+    "flint": _WIDE | _EXPERTS | _SLIDING | {"shared_expert_intermediate_size": 24},
+    "gemma4_text": _WIDE
+    | _SLIDING
+    | {"global_head_dim": 24, "num_global_key_value_heads": 1}
+    | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 0},
+    "glm4_moe_lite": _DEEPSEEK,
+    "granite_swa": _GROUPED | _SLIDING,
+    "granitemoe_swa": _GROUPED | _LOCAL_EXPERTS | _SLIDING | {"shared_intermediate_size": 24},
+    "granitemoeshared": _GROUPED | _LOCAL_EXPERTS | {"shared_intermediate_size": 24},
+    "helium": _GROUPED | {"head_dim": 8},
+    "hy_v3": _WIDE | _MIXED,
+    "hyperclovax": _WIDE,
+    "jais2": _WIDE,
+    "kolibri1": _WIDE | _EXPERTS | _SLIDING | {"shared_expert_intermediate_size": 24},
+    "laguna": _WIDE
+    | _EXPERTS
+    | _SLIDING
+    | {"shared_expert_intermediate_size": 24, "num_attention_heads_per_layer": [4, 2]},
+    "mellum": _WIDE | _EXPERTS | _SLIDING,
+    "mimo_v2_flash": _WIDE | _SLIDING | {"n_routed_experts": 4, "num_experts_per_tok": 2, "v_head_dim": 8},
+    "minicpm3": _DEEPSEEK | {"dim_model_base": 16},
+    "minimax_m2": _WIDE | _LOCAL_EXPERTS,
+    "ministral": _WIDE | _SLIDING,
+    "ministral3": _WIDE | {"sliding_window": 4},
+    "modernbert-decoder": _COMMON | {"local_attention": 8, "layer_types": _SLIDING["layer_types"]},
+    "nanochat": _GROUPED,
+    "persimmon": _COMMON,
+    "solar_open": {**_DEEPSEEK, "num_key_value_heads": 2, "head_dim": 16},
+    "vaultgemma": _WIDE | _SLIDING | {"query_pre_attn_scalar": 8},
+    "youtu": _DEEPSEEK,
+}
+"""By the type of the model."""
+
 NAMES = tuple(_VARIANTS)
+FURTHER = tuple(_FURTHER)
 REPRESENTATIVES = (
     *("llama", "gemma2", "gptj", "gpt2", "bloom", "cohere2", "llama4_text", "gpt_oss", "deepseek_v3", "qwen2_moe"),
 )
@@ -216,7 +264,7 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 
 def variant(name: str, layers: int = LAYERS, **changes: Any) -> PretrainedConfig:
     """A new configuration of the named variant; kinds of layers repeat as far as ``layers`` needs them."""
-    model_type, values = _VARIANTS[name]
+    model_type, values = _VARIANTS[name] if name in _VARIANTS else (name, _FURTHER[name])
     values = values | changes
     if layers != LAYERS:
         values |= {next(key for key in _LAYER_COUNTS if key in values): layers}
