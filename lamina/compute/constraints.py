@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from lamina.core.sampling import StructuredOutputs
-from lamina.text.deep_stack import run_deep
-from lamina.text.grammars import compile_grammar
+from lamina.text.grammars import compile_grammar, run_deep
 from lamina.text.tokenizer import Tokenizer
 
 MOST_GRAMMARS = 128

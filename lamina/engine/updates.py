@@ -12,10 +12,10 @@ from lamina.core.errors import RequestError
 from lamina.core.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from lamina.core.requests import Group
 from lamina.core.types import Request, Segment
-from lamina.text.logprobs import Position, named
+from lamina.text.detokenizer import IncrementalDetokenizer, Position, named
 from lamina.text.prompts import bad_sequences
 from lamina.text.stop_strings import StopChecker, StopStrings
-from lamina.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from lamina.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class CompletionUpdate:
 
     Attributes:
         texts: Text that each token completed, which may differ from the token's own text.
-        logprobs: Log-probabilities without texts, see ``text.logprobs``; None if not requested.
+        logprobs: Log-probabilities without texts, see ``text.detokenizer``; None if not requested.
         rest: Text held back until the end.
         prompt_logprobs: Like ``logprobs``, for all prompt tokens but the first; they precede the new tokens.
     """

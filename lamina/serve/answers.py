@@ -13,7 +13,7 @@ from lamina.core.outputs import Logprob
 from lamina.engine.updates import RequestUpdate
 from lamina.serve.http_errors import APIError
 from lamina.serve.requests import GenerationRequest
-from lamina.text.logprobs import named
+from lamina.text.detokenizer import named
 from lamina.text.tokenizer import Tokenizer
 from lamina.text.tool_calls import AnswerParser, CallArguments, CallBegins, Content, Event, Reasoning
 

@@ -12,7 +12,7 @@ from lamina.serve.bodies import Body, ChatBody, CompletionBody, parse
 from lamina.serve.http_errors import APIError
 from lamina.text.grammars import compile_grammar
 from lamina.text.prompts import encode_chat, prompt_tokens
-from lamina.text.tool_calls import AnswerParser, FirstCall, PlainText, WithoutReasoning
+from lamina.text.tool_calls import AnswerParser, CallArguments, CallBegins, Event, Filtered, PlainText, Reasoning
 from lamina.text.tools import ToolChoice, calls_parser, forced_calls
 
 COMPLETION_TOKENS = 16
@@ -149,11 +149,15 @@ def chat_generation(
         prompt = prompt_tokens(engine.tokenizer, tokens, params, engine.max_model_len)
     make_parser = form.parser(text, calls_parser(choice, form.tools, tools) if tools else None)
 
-    def parser() -> AnswerParser:
-        one = make_parser() if body.include_reasoning is not False else WithoutReasoning(make_parser())
-        return one if body.parallel_tool_calls is not False else FirstCall(one)
+    def is_wanted(event: Event) -> bool:
+        if isinstance(event, Reasoning):
+            return body.include_reasoning is not False
+        further = isinstance(event, CallBegins | CallArguments) and event.index > 0
+        return not further or body.parallel_tool_calls is not False
 
-    return _generation(body, engine, [prompt], params, clamped=clamped, make_parser=parser)
+    return _generation(
+        body, engine, [prompt], params, clamped=clamped, make_parser=lambda: Filtered(make_parser(), is_wanted)
+    )
 
 
 def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> str:

@@ -3,13 +3,41 @@
 import functools
 import json
 import re
-from collections.abc import Collection
-from typing import Any
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from lamina.core.errors import RequestError
 from lamina.core.sampling import SamplingParams, StructuredOutputs
-from lamina.text.deep_stack import run_deep
 from lamina.text.json_schemas import find_self_reference, subschemas, without_annotations
+
+STACK_NBYTES = 512 * 1024 * 1024
+"""Address space of the stack. Only what is used takes memory."""
+
+_starting = threading.Lock()
+
+T = TypeVar("T")
+
+
+def run_deep(function: Callable[[], T]) -> T:
+    """Return ``function()``, called in a thread with a stack of ``STACK_NBYTES``. Raises what it raises."""
+    result = Future[T]()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:  # the caller's thread raises it
+            result.set_exception(error)
+
+    with _starting:  # the size is one of the process
+        before = threading.stack_size(STACK_NBYTES)
+        try:
+            threading.Thread(target=run, name="lamina-deep", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+    return result.result()
+
 
 JSON_SPACE = r"(\n[ \t]{0,32}| )?"
 """White space allowed between JSON tokens. It is bounded: a model could otherwise generate white space forever."""

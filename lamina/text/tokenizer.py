@@ -1,10 +1,9 @@
-"""Encodes text to tokens and decodes it incrementally, with a model directory's tokenizer.json."""
+"""Encodes text to tokens and decodes tokens, with a model directory's tokenizer.json."""
 
 import codecs
-import itertools
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ from lamina.core.errors import ModelError, RequestError
 from lamina.core.types import ChatSettings
 from lamina.models.directory import SPECIAL_TOKENS_MAP, TOKENIZER, TOKENIZER_CONFIG, ModelDirectory, read_json
 from lamina.models.hub import NAMED_TEMPLATES
-from lamina.text.added_tokens import add_tokens
 
 if TYPE_CHECKING:
     from lamina.text.chat_format import ChatFormat
@@ -106,9 +104,8 @@ def _falls_back_to_bytes(model: Any) -> bool:
 CHAT_TEMPLATE = "chat_template.jinja"
 _DEFAULT, _TOOL_USE = "default", "tool_use"  # names of chat templates
 _IDS = 1 << 32  # the library's ids have 32 bits
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # a decoder's output for bytes that do not form a character
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # a decoder's output for bytes that do not form a character
 _PROMPT_CONTEXT = 16  # tokens of the prompt decoded before the first generated one
-_CHARACTER_BYTES = 4  # the maximum in UTF-8
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(0x100 + place): byte for place, byte in enumerate(sorted(set(range(0x100)) - _PRINTABLE))
@@ -197,7 +194,7 @@ class Tokenizer:
         the text. Cached."""
         if token_id not in self._fixed:
             text, rest = complete_text(self._bytes_of(token_id)) if self._concatenates else ("", b"")
-            is_fixed = text and not rest and _REPLACEMENT not in text and token_id not in self.special_texts
+            is_fixed = text and not rest and REPLACEMENT not in text and token_id not in self.special_texts
             self._fixed[token_id] = text if is_fixed else None
         return self._fixed[token_id]
 
@@ -320,127 +317,6 @@ class Tokenizer:
         return ChatTemplate(source, self._special_tokens)
 
 
-class IncrementalDetokenizer:
-    """Decodes a growing sequence incrementally, at a constant cost per token; the concatenated increments are its text.
-
-    A token may be part of a character, and its text may depend on the token before it (a leading space, for one). So
-    each step decodes a short window of the last tokens and returns the new part, holding back an incomplete character.
-    Special tokens have no text unless ``skip_special_tokens`` is False.
-
-    Byte-fallback decoders write one replacement character for every byte of a run of byte tokens that is not valid
-    UTF-8 as a whole, even for valid characters before the error. Here, complete characters are returned and final; from
-    the first invalid byte on, every byte of the run becomes a replacement character.
-
-    Args:
-        prompt_token_ids: the tokens before the first generated one; only the last ones are decoded.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._run = _ByteRun()
-        self._window = tokenizer.context(prompt_token_ids)
-        self._context = 0  # leading tokens of the window whose text had been returned when the window last moved
-        text = self._window_text()
-        self._held = text.endswith(_REPLACEMENT)  # an incomplete character at the end of the window
-        self._sent = len(text.removesuffix(_REPLACEMENT))  # characters of the window's text that have been returned
-        bytes_ = itertools.takewhile(lambda token: tokenizer.byte_of(token) is not None, reversed(self._window))
-        for token in reversed(list(bytes_)):
-            self._next(token)
-
-    def append(self, token_ids: Sequence[int]) -> str:
-        """Return the text that ``token_ids`` add; empty while a character is incomplete."""
-        return "".join([self._next(token) for token in token_ids])
-
-    @property
-    def pending(self) -> bytes:
-        """The bytes of an incomplete character, which later tokens may complete."""
-        if not self._held:
-            return self._run.pending
-        return complete_text(b"".join(map(self._tokenizer.token_bytes, self._window)))[1]
-
-    def flush(self) -> str:
-        """Return the rest of the text: replacement characters for the bytes of an incomplete character."""
-        text = self._window_text()
-        new = text[self._sent :]
-        self._sent = len(text)
-        return new + self._run.flush()
-
-    def _has_text(self, token: int) -> bool:
-        return self._tokenizer.has_text(token) or (not self._skip and token in self._tokenizer.special_texts)
-
-    def _window_text(self) -> str:
-        return self._tokenizer.decode(self._window, self._skip)
-
-    def _next(self, token: int) -> str:
-        if not self._held and (fixed := self._tokenizer.fixed_text(token)) is not None:
-            self._window, self._context, self._sent = [token], 1, len(fixed)
-            return fixed
-        if not self._has_text(token):
-            return ""
-        byte = self._tokenizer.byte_of(token)
-        if byte is None:
-            return self._run.flush() + self._decode(token)
-        self._window, self._context = [token], 1  # an ordinary token that follows is not at the beginning of the text
-        self._sent, self._held = len(self._window_text()), False
-        return self._run.append(byte)
-
-    def _decode(self, token: int) -> str:
-        self._window.append(token)
-        text = self._window_text()
-        self._held = text.endswith(_REPLACEMENT)  # one for an incomplete character; the text before it is final
-        complete = text[:-1] if self._held else text
-        new = complete[self._sent :]
-        if self._held:
-            self._sent = max(self._sent, len(complete))
-            if len(self._window) - self._context > 2 * _CHARACTER_BYTES:
-                self._cut_window()
-        elif new:
-            del self._window[: self._context]
-            self._context = len(self._window)
-            self._sent = len(self._window_text())
-        elif len(self._window) - self._context > 2 * _CHARACTER_BYTES:
-            self._window.pop()  # tokens without text must not grow the window without bound
-        return new
-
-    def _cut_window(self) -> None:
-        """Keep as many tokens as a character can have bytes. Their text may begin with an incomplete character, but its
-        end is the same: the first byte of a character is never mistaken for a continuation of the one before."""
-        del self._window[:-_CHARACTER_BYTES]
-        self._context = 0
-        self._sent = len(self._window_text()) - 1
-
-
-class _ByteRun:
-    """Decodes a run of byte-fallback tokens. ``pending``: bytes of an incomplete character."""
-
-    def __init__(self) -> None:
-        self.pending = b""
-        self._broken = False
-
-    def append(self, byte: int) -> str:
-        """Return the character that the next byte completes, replacement characters once the run is invalid, or
-        nothing."""
-        if self._broken:
-            return _REPLACEMENT
-        self.pending += bytes([byte])
-        try:
-            text = self.pending.decode()
-        except UnicodeDecodeError as error:
-            if error.reason == "unexpected end of data":
-                return ""
-            self._broken = True
-            text = _REPLACEMENT * len(self.pending)
-        self.pending = b""
-        return text
-
-    def flush(self) -> str:
-        """End the run; returns one replacement character for each byte of an incomplete character."""
-        text = _REPLACEMENT * len(self.pending)
-        self.pending, self._broken = b"", False
-        return text
-
-
 def complete_text(encoded: bytes) -> tuple[str, bytes]:
     """Return the text of ``encoded``, and the bytes of an incomplete character at its end."""
     try:
@@ -490,3 +366,60 @@ def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in template}
     return {_DEFAULT: template} if isinstance(template, str) else {}
+
+
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_LISTS = ("additional_special_tokens", "extra_special_tokens")
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+
+
+def add_tokens(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], most: int | None) -> None:
+    """Add the tokens of ``config`` that ``tokenizer`` lacks, or does not know to be special.
+
+    Checkpoints whose tokenizer_config.json was edited, or written by another program than tokenizer.json, have them.
+
+    Args:
+        config: tokenizer_config.json.
+        most: Rows of the model's embedding. Tokens without a row are not added, so that their texts stay texts. None:
+            not known.
+    """
+    known = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
+    for token in _tokens(config):
+        missing = tokenizer.token_to_id(token.content) is None
+        if known.get(token.content) in (token.special, True) or (missing and _is_full(tokenizer, most)):
+            continue
+        if token.special:
+            tokenizer.add_special_tokens([token])
+        else:
+            tokenizer.add_tokens([token])
+        known[token.content] = token.special
+
+
+def _is_full(tokenizer: tokenizers.Tokenizer, most: int | None) -> bool:
+    return most is not None and tokenizer.get_vocab_size() >= most
+
+
+def _tokens(config: Mapping[str, Any]) -> Iterator[tokenizers.AddedToken]:
+    """Yield the tokens of a config in the order of their ids, then those that are special by their names."""
+    entries = config.get("added_tokens_decoder")
+    if isinstance(entries, Mapping):
+        ids = sorted((token_id for token_id in entries if token_id.isdecimal()), key=int)
+        for entry in map(entries.__getitem__, ids):
+            if text := _text(entry):
+                yield tokenizers.AddedToken(text, **{name: bool(entry[name]) for name in _FLAGS if name in entry})
+    for name in _NAMES:
+        yield from _special(config.get(name))
+    for name in _LISTS:
+        more = config.get(name)
+        for value in more.values() if isinstance(more, Mapping) else more if isinstance(more, list) else ():
+            yield from _special(value)
+
+
+def _special(value: Any) -> Iterator[tokenizers.AddedToken]:
+    if text := _text(value):
+        yield tokenizers.AddedToken(text, special=True, normalized=False)
+
+
+def _text(value: Any) -> str | None:
+    content = value.get("content") if isinstance(value, Mapping) else value
+    return content if isinstance(content, str) else None

@@ -4,12 +4,11 @@ A parser gets the text in pieces of any size, and says what is new: content, the
 arguments, which are JSON text. Text that may be the beginning of a call is held back until that is decided.
 """
 
-import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from lamina.text.written_json import read_written
+from lamina.text.written_json import ARGUMENTS, CallObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,169 +66,17 @@ class PlainText:
         return []
 
 
-class WithoutReasoning:
-    """Leaves out the reasoning that another parser finds."""
+class Filtered:
+    """Passes the events of another parser for which ``is_wanted`` returns True."""
 
-    def __init__(self, parser: AnswerParser) -> None:
-        self._parser = parser
-
-    def append(self, text: str) -> list[Event]:
-        """Return what further text adds."""
-        return [event for event in self._parser.append(text) if not isinstance(event, Reasoning)]
-
-    def flush(self) -> list[Event]:
-        """Return what was held back."""
-        return [event for event in self._parser.flush() if not isinstance(event, Reasoning)]
-
-
-class FirstCall:
-    """Leaves out all tool calls but the first that another parser finds."""
-
-    def __init__(self, parser: AnswerParser) -> None:
-        self._parser = parser
+    def __init__(self, parser: AnswerParser, is_wanted: Callable[[Event], bool]) -> None:
+        self._parser, self._is_wanted = parser, is_wanted
 
     def append(self, text: str) -> list[Event]:
-        """Return what further text adds."""
-        return [event for event in self._parser.append(text) if not _is_further_call(event)]
+        return list(filter(self._is_wanted, self._parser.append(text)))
 
     def flush(self) -> list[Event]:
-        """Return what was held back."""
-        return [event for event in self._parser.flush() if not _is_further_call(event)]
-
-
-def _is_further_call(event: Event) -> bool:
-    return isinstance(event, CallBegins | CallArguments) and event.index > 0
-
-
-_Reader = Generator[None, str, None]
-"""Gets the characters of a text one by one."""
-
-_ARGUMENTS = ("arguments", "parameters", "args")
-
-
-class _CallObject:
-    """Follows one JSON object with the name of a function and its arguments.
-
-    Attributes:
-        raw: Text read so far.
-        name: Name of the function, once it has been read.
-        keys: Keys of the members read so far, that of a value still being read included.
-        done: True once the object has ended.
-        failed: True if the text is not such an object.
-    """
-
-    def __init__(self, name: str | None = None) -> None:
-        """``name``: the function, if only its arguments follow."""
-        self.raw = ""
-        self.name = name
-        self.keys = set[str]()
-        self.done = self.failed = False
-        self._arguments = ""  # not returned yet
-        self._had_arguments = False
-        self._unread = 0  # characters after the end
-        self._reader = self._read_object() if name is None else self._read_arguments()
-        next(self._reader)
-
-    def feed(self, text: str) -> int:
-        """Read ``text`` to the end of the object. Returns how many characters were read."""
-        at = 0
-        while at < len(text) and not self.done and not self.failed:
-            with contextlib.suppress(StopIteration):
-                self._reader.send(text[at])
-            at += 1
-        at -= self._unread
-        self._unread = 0
-        self.raw += text[:at]
-        return at
-
-    def pop_arguments(self) -> str:
-        """Return and forget new text of the arguments; empty until the name is known."""
-        if self.name is None:
-            return ""
-        text, self._arguments = self._arguments, ""
-        return text
-
-    def _read_object(self) -> _Reader:
-        self.failed = (yield from _next()) != "{"
-        char = ""
-        while not self.failed:
-            if not char or char.isspace():
-                char = yield from _next()
-            if char == '"':
-                text, _ = yield from self._read_value(char)
-                key = str(_loaded(text))
-                self.keys.add(key)
-                self.failed = (yield from _next()) != ":"
-                text, char = yield from self._read_value((yield from _next()), stream=key in _ARGUMENTS)
-                self._add_member(key, text)
-            elif char == "}":
-                self._end()
-                return
-            else:
-                self.failed = char != ","
-                char = ""
-
-    def _read_arguments(self) -> _Reader:
-        text, after = yield from self._read_value((yield from _next()), stream=True)
-        self._add_member("arguments", text)
-        self._unread = len(after)
-        self._end()
-
-    def _read_value(self, char: str, stream: bool = False) -> Generator[None, str, tuple[str, str]]:
-        """Return a value that begins with ``char``, and the character after it if that has been read.
-
-        The value is not checked. ``stream``: it is the arguments, which are returned as they grow, if they are
-        no text.
-        """
-        text, depth = "", 0
-        in_string = escaped = False
-        while True:
-            if in_string:
-                in_string = escaped or char != '"'
-                escaped = char == "\\" and not escaped
-            elif depth == 0 and (char in "}]" or (text and (char == "," or char.isspace()))):
-                return text, char
-            else:
-                in_string = char == '"'
-                depth += (char in "{[") - (char in "}]")
-            text += char
-            if stream and text[0] in "{[":  # a text is JSON within JSON, which has to be complete
-                self._arguments += char
-                self._had_arguments = True
-            if depth == 0 and not in_string and char in '"}]':
-                return text, ""
-            char = yield
-
-    def _add_member(self, key: str, text: str) -> None:
-        if key == "name":
-            name = _loaded(text)
-            self.name = name if isinstance(name, str) else None
-            self.failed = self.failed or self.name is None
-        elif key in _ARGUMENTS and text[:1] not in "{[":
-            value = _loaded(text)
-            text = value if isinstance(value, str) else text
-            if text.strip() and value is not None:  # an empty text and null are no arguments
-                self._arguments += text
-                self._had_arguments = True
-
-    def _end(self) -> None:
-        self.done = True
-        self.failed = self.name is None
-        if not self._had_arguments:
-            self._arguments = "{}"
-
-
-def _next() -> Generator[None, str, str]:
-    while (char := (yield)).isspace():
-        pass
-    return char
-
-
-def _loaded(text: str) -> object:
-    try:
-        return read_written(text)
-    except ValueError:
-        return None
+        return list(filter(self._is_wanted, self._parser.flush()))
 
 
 def held_back(text: str, *markers: str) -> int:
@@ -260,7 +107,7 @@ class Calls:
         self._events: list[Event] = []
         self._state: Callable[[], bool] = self._in_content
         self._index = -1
-        self._call = _CallObject()
+        self._call = CallObject()
         self._announced = False
         self._after_a_call = False
         self._opened = ""  # the marker that has begun the call; empty if that is a part of it
@@ -307,7 +154,7 @@ class Calls:
         return False
 
     def _begin_call(self, name: str | None = None) -> None:
-        self._call, self._announced = _CallObject(name), False
+        self._call, self._announced = CallObject(name), False
         self._state = self._in_call
 
     def _in_call(self) -> bool:
@@ -339,7 +186,7 @@ class Calls:
                 text, self._rest = "", text + self._rest
             self._events.append(Content(self.begin + text))
 
-    def _is_call(self, call: _CallObject) -> bool:
+    def _is_call(self, call: CallObject) -> bool:
         """Return whether the text of ``call`` so far is certain to be a call."""
         return call.name is not None
 
@@ -425,10 +272,10 @@ class LlamaCalls(Calls):
         if not self._announced:
             self._events.append(Content(self._call.raw))
 
-    def _is_call(self, call: _CallObject) -> bool:
+    def _is_call(self, call: CallObject) -> bool:
         """An answer in JSON may have a name too: a call has arguments, or nothing but a name."""
         return call.name is not None and (
-            not call.keys.isdisjoint(_ARGUMENTS) or (call.done and call.keys <= {"name", "type", "id"})
+            not call.keys.isdisjoint(ARGUMENTS) or (call.done and call.keys <= {"name", "type", "id"})
         )
 
     def _after_call(self) -> None:

@@ -21,7 +21,7 @@ from lamina.serve import server as serving
 from lamina.serve.answers import MOST_POSITIONS, Sent
 from lamina.serve.app import create_app
 from lamina.serve.requests import GenerationRequest
-from lamina.text.logprobs import Position
+from lamina.text.detokenizer import Position
 from tests.support.scripted_engine import COMPLETION, TIMEOUT_S, FakeEngine, FakeTokenizer
 
 POSITION = Position(pack([Logprob(0, -0.5, 1), *(Logprob(0, -0.5, rank) for rank in range(1, 21))]), " one")

@@ -22,7 +22,7 @@ from lamina.engine.streams import Submission
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
 from lamina.text.chat_format import ChatFormat
 from lamina.text.chat_template import ChatTemplate
-from lamina.text.logprobs import Position
+from lamina.text.detokenizer import Position
 from lamina.text.prompts import check_tokens
 from lamina.text.tokenizer import complete_text
 

@@ -9,8 +9,7 @@ import pytest
 
 from lamina.core.errors import RequestError
 from lamina.core.sampling import StructuredOutputs
-from lamina.text.deep_stack import run_deep
-from lamina.text.grammars import MOST_LETTERS, compile_grammar
+from lamina.text.grammars import MOST_LETTERS, compile_grammar, run_deep
 
 
 def references(count: int, around: Any) -> Any:

@@ -14,7 +14,8 @@ from lamina.core.errors import ModelError, RequestError
 from lamina.core.types import ChatSettings
 from lamina.models.directory import ModelDirectory, find
 from lamina.text.chat_template import DEFAULT_TEMPLATE
-from lamina.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from lamina.text.detokenizer import IncrementalDetokenizer
+from lamina.text.tokenizer import Tokenizer
 from tests.models.small_tokenizers import CORPUS, KINDS, byte_level, save
 
 TEXTS = [
