@@ -6,6 +6,7 @@ documentation are derived from the fields of ``EngineConfig`` by ``lamina.config
 
 import os
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +30,12 @@ from lamina.core.types import (
     TransportName,
 )
 
+_model = partial(Meaning, group="Model")
+_pools = partial(Meaning, group="Pools")
+_memory = partial(Meaning, group="Memory")
+_scheduling = partial(Meaning, group="Scheduling")
+_network = partial(Meaning, group="Network")
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -39,267 +46,222 @@ class EngineConfig:
 
     model: Annotated[
         str | os.PathLike[str] | None,
-        Meaning(
+        _model(
             "Hugging Face model: a directory, or OWNER/NAME[@REVISION] to download. Default: the bundled small model.",
-            group="Model",
             common=True,
         ),
     ] = None
     _: KW_ONLY
     served_model_name: Annotated[
         str | None,
-        Meaning(
+        _model(
             "Names of the model for clients, joined by commas. Responses carry the first. Default: the name of the "
-            "directory, or ORG/NAME of a snapshot in the Hugging Face cache.",
-            group="Model",
+            "directory, or ORG/NAME of a snapshot in the Hugging Face cache."
         ),
     ] = None
-    compute: Annotated[str, Meaning("Compute workers, kind:count joined by commas.", group="Pools", common=True)] = (
-        "cpu:1"
-    )
+    compute: Annotated[str, _pools("Compute workers, kind:count joined by commas.", common=True)] = "cpu:1"
     tensor_parallel: Annotated[
         int,
-        Meaning(
+        _pools(
             "Compute workers that share each copy of the weights. With 2, cpu:4 makes two copies. Each worker has a "
             "part of every layer and some of the heads. When a worker is lost, its copy is lost.",
             unit="compute workers",
             ge=1,
-            group="Pools",
             common=True,
         ),
     ] = 1
     pipeline_parallel: Annotated[
         int,
-        Meaning(
+        _pools(
             "Stages of each copy of the weights. Each stage is a compute worker that loads some of the layers: cpu:4 "
             "with 2 makes two copies, or one copy with tensor_parallel 2. When a worker is lost, its copy is lost.",
             unit="compute workers",
             ge=1,
-            group="Pools",
         ),
     ] = 1
     memory: Annotated[
         str | None,
-        Meaning(
+        _pools(
             "Memory workers, kind:count joined by commas. local is the compute worker's own spare memory, which needs "
             "no messages. Default: local with one compute worker, else cpu:1.",
-            group="Pools",
             common=True,
         ),
     ] = None
     load_format: Annotated[
         LoadFormat,
-        Meaning(
+        _model(
             "Where weights come from. auto reads safetensors; dummy makes seeded random weights of the right shapes, "
-            "for benchmarks.",
-            group="Model",
+            "for benchmarks."
         ),
     ] = "auto"
     dtype: Annotated[
-        DTypeName | DType,
-        Meaning("Element type of weights, activations and KV. auto: that of the checkpoint.", group="Model"),
+        DTypeName | DType, _model("Element type of weights, activations and KV. auto: that of the checkpoint.")
     ] = "auto"
     quantization: Annotated[
         Quantization,
-        Meaning(
+        _model(
             "Type to which weights are quantised while loaded. CPUs support int8 and int4, with dtype bfloat16. A "
             "weight of linear layers and experts takes one byte, with a scale per output (int8, fp8), or half a byte, "
             "with a scale and a zero point per 128 inputs (int4). Embeddings, the head and activations keep dtype. "
             "Not for checkpoints that are quantised already.",
-            group="Model",
             common=True,
         ),
     ] = "none"
     activation_dtype: Annotated[
         ActivationDType,
-        Meaning(
+        _model(
             "Element type of the inputs of int8 and int4 layers. dtype leaves them in dtype. int8 rounds them to one "
             "byte with a scale per token and 128 inputs or fewer, which makes prompts and large batches faster and "
             "logits less exact; it needs CPUs with AVX-512 and VNNI. auto is int8 on such CPUs with quantization int4, "
-            "whose own error is many times larger, and dtype otherwise.",
-            group="Model",
+            "whose own error is many times larger, and dtype otherwise."
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[
         KvCacheDType,
-        Meaning(
+        _memory(
             "Element type of KV on memory workers. auto is that of the activations. int8 and fp8 (e4m3) round K and V "
-            "to one byte with a scale per token and head, for about twice as many tokens in the same memory.",
-            group="Memory",
+            "to one byte with a scale per token and head, for about twice as many tokens in the same memory."
         ),
     ] = "auto"
     max_model_len: Annotated[
         int | None,
-        Meaning(
+        _model(
             "Longest prompt and completion together. Default: what the model supports and memory workers can hold.",
             unit="tokens",
             ge=2,
-            group="Model",
             common=True,
         ),
     ] = None
     generation_config: Annotated[
         GenerationConfig,
-        Meaning(
+        _model(
             "Source of sampling defaults. auto takes temperature, top_p, top_k, min_p, repetition_penalty and "
-            "max_new_tokens from the model's generation_config.json, none takes nothing from it.",
-            group="Model",
+            "max_new_tokens from the model's generation_config.json, none takes nothing from it."
         ),
     ] = "auto"
     chat_template: Annotated[
-        str | None,
-        Meaning("File with a Jinja template for chats. Default: the model's own template.", group="Model"),
+        str | None, _model("File with a Jinja template for chats. Default: the model's own template.")
     ] = None
     tool_call_parser: Annotated[
-        ToolCallParser,
-        Meaning("Form of the tool calls in answers. auto goes by the chat template.", group="Model"),
+        ToolCallParser, _model("Form of the tool calls in answers. auto goes by the chat template.")
     ] = "auto"
     reasoning_parser: Annotated[
-        ReasoningParserName,
-        Meaning("Form of the reasoning in answers. auto goes by the chat template.", group="Model"),
+        ReasoningParserName, _model("Form of the reasoning in answers. auto goes by the chat template.")
     ] = "auto"
     max_num_seqs: Annotated[
-        int,
-        Meaning(
-            "Most sequences that decode at once.", unit="sequences per replica", ge=1, group="Scheduling", common=True
-        ),
+        int, _scheduling("Most sequences that decode at once.", unit="sequences per replica", ge=1, common=True)
     ] = 256
     max_num_batched_tokens: Annotated[
         int,
-        Meaning(
-            "Rows of the largest step. Each decoding sequence has one; prompts share the rest.",
-            unit="token rows",
-            ge=1,
-            group="Scheduling",
+        _scheduling(
+            "Rows of the largest step. Each decoding sequence has one; prompts share the rest.", unit="token rows", ge=1
         ),
     ] = 2048
     slo_tbt_ms: Annotated[
         int | None,
-        Meaning(
+        _scheduling(
             "Target for the time between tokens. While sequences decode, prompts are computed in chunks so small that "
             "no step is predicted to take longer. Default: chunks fill max_num_batched_tokens.",
             unit="milliseconds",
             ge=1,
-            group="Scheduling",
         ),
     ] = None
     prefill: Annotated[
         str | None,
-        Meaning(
+        _pools(
             "Compute workers that only prefill, such as h100:2. The workers of compute then only decode. KV does not "
-            "move between prefill and decode. Default: compute workers do both.",
-            group="Pools",
+            "move between prefill and decode. Default: compute workers do both."
         ),
     ] = None
     slo_ttft_ms: Annotated[
         int | None,
-        Meaning(
-            "Target for the time to the first token. policy slo orders requests by it.",
-            unit="milliseconds",
-            ge=1,
-            group="Scheduling",
+        _scheduling(
+            "Target for the time to the first token. policy slo orders requests by it.", unit="milliseconds", ge=1
         ),
     ] = None
     prompt_attention: Annotated[
         PromptAttention,
-        Meaning(
+        _scheduling(
             "Workers that attend to a prompt's earlier chunks. memory: memory workers, so that several replicas or "
             "stages can run chunks of it at once. compute: the replica that runs it, which keeps a copy of its KV "
             "until its last chunk while memory workers only store the KV. The copies take at most a tenth of the free "
             "memory, or half on a GPU without other KV; prompts without room use memory workers. Lanes do not rotate "
             "over several replicas then. auto, decided at the start: compute if one replica of one stage runs all "
-            "prompts, and it does not decode, or it is on GPUs and memory workers are on CPUs.",
-            group="Scheduling",
+            "prompts, and it does not decode, or it is on GPUs and memory workers are on CPUs."
         ),
     ] = "auto"
     policy: Annotated[
         str,
-        Meaning(
+        _scheduling(
             "Order in which requests are admitted and computed. fifo: order of arrival, fair between clients; "
             "shortest: shortest prompt first; priority: smallest priority of the request first; slo: earliest "
-            "deadline by slo_ttft_ms first, late requests last; or the name of an entry point lamina.policies.",
-            group="Scheduling",
+            "deadline by slo_ttft_ms first, late requests last; or the name of an entry point lamina.policies."
         ),
     ] = "fifo"
     kv_cache_memory_bytes: Annotated[
         int | None,
-        Meaning(
+        _memory(
             "Memory for KV. Default: an equal share of half of the memory that is free once the weights are loaded.",
             unit="bytes per memory worker",
             ge=1,
-            group="Memory",
         ),
     ] = None
     gpu_memory_utilization: Annotated[
         float,
-        Meaning(
+        _memory(
             "Share of a GPU's memory that may be in use in all. It includes weights, KV and other programs.",
             ge=0.1,
             le=1.0,
-            group="Memory",
             common=True,
         ),
     ] = 0.9
     kv_tokens_per_worker: Annotated[
         int | None,
-        Meaning(
+        _memory(
             "Most tokens of one sequence on a memory worker. Later tokens go to another worker with free slots. "
             "Default: as many as the worker has free slots for.",
             unit="tokens",
             ge=1,
-            group="Memory",
         ),
     ] = None
     kv_overcommit: Annotated[
         float,
-        Meaning(
+        _memory(
             "KV in memory and on disk, relative to KV in memory. Cached prefixes are written to "
             "kv_spill_dir, and read back for requests that begin with them. Without prefix_cache it counts as 1. "
             "Not with memory local.",
             ge=1,
-            group="Memory",
         ),
     ] = 1.0
     kv_spill_dir: Annotated[
         str | os.PathLike[str] | None,
-        Meaning(
-            "Folder on a local disk for cached prefixes. Each memory worker has a file there; see kv_overcommit.",
-            group="Memory",
-        ),
+        _memory("Folder on a local disk for cached prefixes. Each memory worker has a file there; see kv_overcommit."),
     ] = None
     partition: Annotated[
         Partition,
-        Meaning(
+        _memory(
             "Division of a request's KV between memory workers. request: one worker holds all of it; head: each "
             "holds some heads; token: each holds an equal part of the tokens. auto: request, or runs of tokens if the "
-            "KV is too long for one worker.",
-            group="Memory",
+            "KV is too long for one worker."
         ),
     ] = "auto"
     threads: Annotated[
         int | None,
-        Meaning(
+        _pools(
             "CPU threads of each worker. Default: the workers of each pool share all cores this process may use.",
             unit="threads per worker",
             ge=1,
-            group="Pools",
         ),
     ] = None
     lanes: Annotated[
         int | None,
-        Meaning(
-            "Batches in flight. Default: decided while running, from measured times.",
-            unit="lanes",
-            ge=1,
-            group="Scheduling",
-        ),
+        _scheduling("Batches in flight. Default: decided while running, from measured times.", unit="lanes", ge=1),
     ] = None
     pipelining: Annotated[
         Pipelining,
-        Meaning(
+        _scheduling(
             "How lanes are assigned to compute workers. auto is rotational if there is one lane more than compute "
-            "workers, else fixed.",
-            group="Scheduling",
+            "workers, else fixed."
         ),
     ] = "auto"
     polling: Annotated[
@@ -311,109 +273,93 @@ class EngineConfig:
     ] = "auto"
     prefix_cache: Annotated[
         bool,
-        Meaning(
+        _memory(
             "Reuse KV of finished requests for prompts with the same prefix. Cached KV occupies only slots that are "
-            "otherwise free.",
-            group="Memory",
+            "otherwise free."
         ),
     ] = True
     balance: Annotated[
         Balance,
-        Meaning(
+        _memory(
             "Policy that moves KV between memory workers. bandwidth balances the time in which each worker reads its "
             "KV, and places new requests accordingly; throughput and ledger are the policies of Infinite-LLM and "
             "DistKV-LLM; off: KV does not move; auto: bandwidth if memory workers of several kinds start together, "
-            "else off.",
-            group="Memory",
+            "else off."
         ),
     ] = "auto"
-    plan_ahead: Annotated[bool, Meaning("Plan the next step of a lane while one runs.", group="Scheduling")] = True
+    plan_ahead: Annotated[bool, _scheduling("Plan the next step of a lane while one runs.")] = True
     max_restarts: Annotated[
         int,
-        Meaning(
+        _pools(
             "Most lost workers of a pool replaced in ten minutes. The ranks and stages of a copy of the weights are "
             "replaced together and count as one. Also the most restarts of a server's engine. Beyond that, lost "
             "workers are not replaced; the engine runs while each pool has a worker.",
             unit="workers",
             ge=0,
-            group="Pools",
         ),
     ] = 8
     autoscale: Annotated[
         str | None,
-        Meaning(
+        _pools(
             "Grow and shrink pools with their load. Each pool has a smallest and a largest number of workers: "
             "memory=1:4, or memory=1:4,compute=1:2. With prefill=1:3, replicas change their role by slo_ttft_ms and "
-            "slo_tbt_ms. Default: pools keep their size.",
-            group="Pools",
+            "slo_tbt_ms. Default: pools keep their size."
         ),
     ] = None
     transport: Annotated[
         TransportName,
-        Meaning(
+        _network(
             "Transport between workers. auto: shm on one host, else rdma if a trial transfer succeeds, else tcp. If "
-            "another value cannot be used, the start fails.",
-            group="Network",
+            "another value cannot be used, the start fails."
         ),
     ] = "auto"
     tls: Annotated[
         bool,
-        Meaning(
+        _network(
             "Encrypt data between machines. tcp runs under TLS 1.3, and rdma, which cannot be encrypted, is not used. "
-            "The control plane is always encrypted.",
-            group="Network",
+            "The control plane is always encrypted."
         ),
     ] = False
     secret_file: Annotated[
         str | os.PathLike[str] | None,
-        Meaning(
+        _network(
             "File with the cluster's secret. Its keys are derived from the secret. The file is created if it does not "
-            "exist. Default: a new secret, kept in memory.",
-            group="Network",
+            "exist. Default: a new secret, kept in memory."
         ),
     ] = None
     listen: Annotated[
         str | None,
-        Meaning(
+        _network(
             "HOST:PORT at which workers of other machines join. They need the cluster's secret (`lamina worker`). "
-            "Default: all workers are on this machine.",
-            group="Network",
+            "Default: all workers are on this machine."
         ),
     ] = None
     advertise: Annotated[
-        str | None,
-        Meaning(
-            "Address of this machine that workers elsewhere use. Default: the address of listen.",
-            group="Network",
-        ),
+        str | None, _network("Address of this machine that workers elsewhere use. Default: the address of listen.")
     ] = None
     ray: Annotated[
         str | None,
-        Meaning(
+        _pools(
             "Ray cluster that places and starts all workers. auto is the cluster of this machine; else give the "
-            "HOST:PORT of a cluster's head. Default: no Ray.",
-            group="Pools",
+            "HOST:PORT of a cluster's head. Default: no Ray."
         ),
     ] = None
     kind: Annotated[
         str | None,
-        Meaning(
+        _pools(
             "With ray: custom resource for each kind of worker. Pairs kind=resource are joined by commas: "
-            "rtx3090=my_gpu.",
-            group="Pools",
+            "rtx3090=my_gpu."
         ),
     ] = None
     compute_cores: Annotated[
         str | None,
-        Meaning(
+        _pools(
             "CPU list for compute workers, such as 0-3,8. This machine's workers share the cores evenly. Default: all "
-            "cores for every worker.",
-            group="Pools",
+            "cores for every worker."
         ),
     ] = None
     memory_cores: Annotated[
-        str | None,
-        Meaning("CPU list for memory workers, such as 4-7,12. Default: all cores for every worker.", group="Pools"),
+        str | None, _pools("CPU list for memory workers, such as 4-7,12. Default: all cores for every worker.")
     ] = None
     trace: Annotated[
         str | os.PathLike[str] | None,
@@ -421,10 +367,7 @@ class EngineConfig:
     ] = None
     seed: Annotated[
         int,
-        Meaning(
-            "Seed of dummy weights, and of requests without one. In generate and chat, --seed is the request's.",
-            group="Model",
-        ),
+        _model("Seed of dummy weights, and of requests without one. In generate and chat, --seed is the request's."),
     ] = 0
 
     def __post_init__(self) -> None:
