@@ -172,12 +172,9 @@ def _start(
         control.close()
         raise
     if config.max_model_len is None:  # a request longer than all slabs together could never be admitted
-        plan = _limited(plan, min(plan.limits.max_model_len, cluster.topology.most_tokens))
+        most = min(plan.limits.max_model_len, cluster.topology.most_tokens)
+        plan = dataclasses.replace(plan, limits=dataclasses.replace(plan.limits, max_model_len=most))
     return launcher, plan, cluster
-
-
-def _limited(plan: ClusterPlan, max_model_len: int) -> ClusterPlan:
-    return dataclasses.replace(plan, limits=dataclasses.replace(plan.limits, max_model_len=max_model_len))
 
 
 def _save(home: Home | None, cluster: Cluster, limits: Limits, topology: Topology, wanted: Mapping[Pool, int]) -> None:

@@ -184,10 +184,10 @@ class _Local:
         self._lamina, self._params = lamina, params
 
     def answer(self, messages: Messages) -> Generator[str, None, None]:
-        from lamina.text.prompts import chat_prompt
+        from lamina.text.prompts import encode_chat
 
-        engine, shown = self._lamina.engine, 0
-        prompt = chat_prompt(self._lamina.tokenizer, messages, engine.max_model_len)
+        engine, tokenizer, shown = self._lamina.engine, self._lamina.tokenizer, 0
+        prompt = encode_chat(tokenizer, tokenizer.apply_chat_template(messages), engine.max_model_len)
         with closing(self._lamina.stream(prompt, self._params)) as outputs:
             for output in outputs:
                 text = output.outputs[0].text

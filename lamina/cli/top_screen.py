@@ -5,12 +5,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from rich.console import RenderableType
 from textual.app import App, ComposeResult
 from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import Footer, Header, Static
 
-from lamina.cli.top_view import draw
 from lamina.core.errors import LaminaError
 
 Json = dict[str, Any]
@@ -25,15 +25,22 @@ class TopScreen(App[None]):
     BINDINGS: ClassVar[list[BindingType]] = [("q", "quit", "Quit"), ("space", "halt", "Halt")]
     CSS = "#view { padding: 1 2; }"
 
-    def __init__(self, look: Callable[[], tuple[Json, Json]], states: "deque[Json]", every_s: float) -> None:
+    def __init__(
+        self,
+        look: Callable[[], tuple[Json, Json]],
+        draw: Callable[[list[Json], Json, int], RenderableType],
+        states: "deque[Json]",
+        every_s: float,
+    ) -> None:
         """Show what ``look`` returns: a server's state, and a window of its lanes.
 
         Args:
+            draw: Makes the view of the states, for lanes and a number of columns.
             states: Holds the states of the last minutes.
             every_s: Seconds between two looks.
         """
         super().__init__(ansi_color=True)
-        self._look, self._states, self._every_s = look, states, every_s
+        self._look, self._draw, self._states, self._every_s = look, draw, states, every_s
         self._halted = False
         self._ended = threading.Event()
         self.title = "Lamina"
@@ -72,7 +79,7 @@ class TopScreen(App[None]):
         self._states.append(state)
         if not self._halted:
             self.sub_title = str(state["model"])
-            self.query_one("#view", Static).update(draw(list(self._states), lanes, self.size.width - MARGIN))
+            self.query_one("#view", Static).update(self._draw(list(self._states), lanes, self.size.width - MARGIN))
 
     def _show_error(self, error: str) -> None:
         self.sub_title = f"{error.partition(';')[0]}; trying again"

@@ -158,8 +158,6 @@ class Metrics:
         self._engine = engine
         # The "_created" series add one series per histogram and counter, and no query needs them.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
         self._traffic_registry = CollectorRegistry(auto_describe=False)
         if MULTIPROCESS in os.environ:  # frontends share their counts in files
             MultiProcessCollector(self._traffic_registry)  # type: ignore[no-untyped-call]
@@ -169,7 +167,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all metrics in the exposition format of ``CONTENT_TYPE``."""
-        families = [*self._registry.collect(), *self._traffic_registry.collect()]
+        families = [*self.collect(), *self._traffic_registry.collect()]
         shared = [self._as_vllm(family) for family in families if family.name in VLLM_NAMES]
         return generate_latest(_Collected([*families, *shared]))
 
@@ -207,7 +205,7 @@ class Metrics:
         return {"tokens": tokens, "latency": latency}
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the engine's metrics (Prometheus' collector interface)."""
+        """Yield the engine's metrics."""
         stats = self._engine.stats()
         yield GaugeMetricFamily("lamina_up", "1 while the engine runs, 0 once it has stopped.", int(stats.dead is None))
         yield GaugeMetricFamily("lamina_requests_running", "Requests admitted and not finished.", stats.running)

@@ -118,20 +118,6 @@ def check_token_params(params: SamplingParams, vocab_size: int, tokenizer: Token
             raise RequestError(f"{name}: {error}") from error
 
 
-def chat_prompt(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    max_model_len: int,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> list[int]:
-    """Format a conversation by the model's chat template, up to where the answer begins, and tokenise it.
-
-    Raises:
-        RequestError: there are no messages, the template rejects them or uses no tools, or the prompt is too long.
-    """
-    return encode_chat(tokenizer, tokenizer.apply_chat_template(messages, tools=tools), max_model_len)
-
-
 def encode_chat(tokenizer: Tokenizer, text: str, max_model_len: int) -> list[int]:
     """Tokenise the output of a chat template. Raises RequestError as ``encode_prompt`` does."""
     return encode_prompt(tokenizer, text, max_model_len, add_special_tokens=False)  # the template has them

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from lamina.cli import top
-from lamina.cli.top_view import draw, quantile
+from lamina.cli.top import draw, quantile
 from lamina.control.timeline import Span
 from lamina.core.errors import ConfigError
 from lamina.observe.metrics import Metrics
@@ -84,7 +84,7 @@ async def test_the_screen_follows_the_server_and_halts(server: Running) -> None:
     from lamina.cli.top_screen import TopScreen
 
     states: deque[dict[str, Any]] = deque(maxlen=10)
-    screen = TopScreen(lambda: top.look(server.url), states, 0.05)
+    screen = TopScreen(lambda: top.look(server.url), draw, states, 0.05)
     async with screen.run_test(size=(130, 50)) as pilot:
         while len(states) < 3:
             await pilot.pause(0.05)
@@ -100,7 +100,7 @@ async def test_the_screen_says_that_the_server_does_not_answer() -> None:
     pytest.importorskip("textual", reason="textual is not installed: pip install textual")
     from lamina.cli.top_screen import TopScreen
 
-    screen = TopScreen(lambda: top.look("http://127.0.0.1:9"), deque(maxlen=10), 0.05)
+    screen = TopScreen(lambda: top.look("http://127.0.0.1:9"), draw, deque(maxlen=10), 0.05)
     async with screen.run_test() as pilot:
         while "no server answers" not in screen.sub_title:
             await pilot.pause(0.05)
