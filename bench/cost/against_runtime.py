@@ -30,6 +30,7 @@ from rich.table import Table
 
 from bench.failures import Failures
 from lamina.config.engine_config import EngineConfig
+from lamina.core.errors import ConfigError
 from lamina.core.sampling import SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
@@ -117,7 +118,7 @@ def slots(offered: Arrivals) -> int:
 def require_current(store: ProfileStore) -> None:
     """Raise SystemExit if the profile is out of date; warn if a busy machine prevents the check."""
     watch = Watch()
-    drift = profile.drift(store, "cpu")
+    drift = _drift(store)
     print(f"slices take {1 + drift:.2f} of the time they took when the profile was measured")
     if abs(drift) <= STALE:
         return
@@ -128,6 +129,22 @@ def require_current(store: ProfileStore) -> None:
             "write a new profile with lamina plan --measure"
         )
     print(f"{disturbance} meanwhile: whether the profile is current cannot be told")
+
+
+def _drift(store: ProfileStore) -> float:
+    """Measure slices again and return their time over the profile's, less 1: the median over rows. Takes seconds.
+
+    Raises ConfigError if the store has no slices.
+    """
+    width = profile.WIDTHS[-1]
+    operator = profile.slice_operator(width)
+    known = {one.size: one.measured_s for one in store.samples("slices", "cpu") if one.operator == operator}
+    if not known:
+        raise ConfigError(f"{store.file} has no measured slices of cpu; write them with lamina plan --measure")
+    with tempfile.TemporaryDirectory(prefix="lamina-profile-") as place, profile.on_cores(profile.halves()[0]):
+        path = profile.random_llama(Path(place) / "model", width, profile.LAYERS)
+        now = profile.slice_seconds(path, list(known))
+    return statistics.median(seconds / before for seconds, before in zip(now, known.values(), strict=True)) - 1
 
 
 def simulated(file: Path, shape: ModelShape, offered: Arrivals, capacity: int, lanes: int) -> Result:

@@ -13,6 +13,7 @@ from bench.cost.lamina_paper import cost_model
 from bench.cost.long_context import prefill_seconds
 from bench.cost.page import Section, axes
 from bench.cost.published import Comparison
+from bench.cost.transfers import send_recv_seconds
 from lamina.planning.plan import model_shapes
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.hardware import Catalogue
@@ -39,7 +40,7 @@ def iteration(model: CostModel, batch: int, context: int, tensor_parallel: int, 
     own = math.ceil(batch / degree)  # sequences of a master
     attention = float(model.attention_seconds(batch * context / degree, batch, 1 / tensor_parallel))
     sent = (degree - 1) * own * shape.query_heads * shape.head_size * shape.dtype.itemsize / tensor_parallel
-    messages = 2 * float(model.send_recv_seconds(sent)) if degree > 1 else 0.0
+    messages = 2 * float(send_recv_seconds(model, sent)) if degree > 1 else 0.0
     return float(model.pass_seconds(own, tensor_parallel)) + shape.layers * (attention + messages)
 
 

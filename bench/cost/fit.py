@@ -12,7 +12,8 @@ outliers, for which the library chose an unusual kernel, have little influence.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -34,10 +35,11 @@ from bench.cost.published_times import (
     read_reductions,
     read_table,
 )
+from bench.cost.transfers import TransferFit
 from lamina.core.types import DType
 from lamina.planning.plan import hardware
-from lamina.planning.plan.cost import GEMMS, POINTWISE, CostModel, Fits, PointwiseFit, TransferFit
-from lamina.planning.plan.fit_store import PACKAGED, Fit, write_fits
+from lamina.planning.plan.cost import GEMMS, POINTWISE, CostModel, Fits, PointwiseFit
+from lamina.planning.plan.fit_store import PACKAGED, Fit
 from lamina.planning.plan.kernel_times import (
     CUSTOM_BYTES,
     DecodeAttentionFit,
@@ -440,6 +442,11 @@ def _shapes(directory: Path) -> Iterator[tuple[str, Floats]]:
                 f"products in {dtype} on {kind}, other shapes",
                 products(times.where(left), kind, dtype).errors(fitted),
             )
+
+
+def write_fits(fits: Iterable[Fit], file: Path) -> None:
+    """Write fits to a JSON file in the package's format."""
+    file.write_text(json.dumps([asdict(fit) for fit in fits], indent=2) + "\n")
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from bench.cost.lamina_paper import cost_model
 from bench.cost.page import Section, axes
 from bench.cost.published import Comparison
+from bench.cost.transfers import send_recv_seconds
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats
@@ -22,10 +23,10 @@ def shipping(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Sec
     table = published["figure_4"]
     shape = model_shapes.find("Llama-2-7B")
     model = cost_model(shape, catalogue["a100"])
-    query = 2 * float(model.send_recv_seconds(shape.hidden * shape.dtype.itemsize)) * 1e3
+    query = 2 * float(send_recv_seconds(model, shape.hidden * shape.dtype.itemsize)) * 1e3
     rows = []
     for context, query_ms, kv_ms in zip(table["context"], table["query_ms"], table["kv_ms"], strict=True):
-        ours = float(model.send_recv_seconds(context * shape.kv_bytes_per_token / shape.layers)) * 1e3
+        ours = float(send_recv_seconds(model, context * shape.kv_bytes_per_token / shape.layers)) * 1e3
         why = "The published time grows with the context although a query does not: it holds more than the transfer."
         rows.append(Comparison(f"query, context {context}", "ms", table["source"], query_ms, query, why))
         why = "Bytes are exact for a layer of Llama-2-7B; the published rate is 287 GB/s, ours as fitted to a DGX."

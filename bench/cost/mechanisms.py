@@ -10,6 +10,7 @@ from bench.cost.lamina_paper import cost_model
 from bench.cost.long_context import Servers
 from bench.cost.page import Section, axes
 from bench.cost.published import Comparison
+from bench.cost.transfers import send_recv_seconds
 from lamina.planning.plan import hardware, model_shapes, workload
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.planner import evaluate_group
@@ -118,7 +119,7 @@ def _movement(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Com
     rows = []
     for row in setup["rows"]:
         nbytes = row["tokens"] * model.shape.kv_bytes_per_token
-        fast_s, slow_s = float(model.send_recv_seconds(nbytes)), nbytes / setup["ethernet_bytes_s"]
+        fast_s, slow_s = float(send_recv_seconds(model, nbytes)), nbytes / setup["ethernet_bytes_s"]
         rows.append(
             Comparison(
                 f"{row['tokens']} tokens of KV moved a step: over NVLink, over the cluster's Ethernet",
@@ -290,8 +291,8 @@ def _trade_off(section: Section, model: CostModel) -> None:
 def _shipped(a100: hardware.Hardware) -> tuple[str, str, str]:
     model = cost_model(model_shapes.find("Llama-2-13B"), a100)
     shape = model.shape
-    query_s = 2 * float(model.send_recv_seconds(shape.hidden * shape.dtype.itemsize))
-    kv_s = [float(model.send_recv_seconds(n * shape.kv_bytes_per_token / shape.layers)) for n in (1_000, 100_000)]
+    query_s = 2 * float(send_recv_seconds(model, shape.hidden * shape.dtype.itemsize))
+    kv_s = [float(send_recv_seconds(model, n * shape.kv_bytes_per_token / shape.layers)) for n in (1_000, 100_000)]
     remote = [query_s + float(model.attention_seconds(n, 1)) for n in (1_000, 100_000)]
     local = [one + float(model.attention_seconds(n, 1)) for one, n in zip(kv_s, (1_000, 100_000), strict=True)]
     ratios = [own / other for own, other in zip(local, remote, strict=True)]
@@ -412,7 +413,7 @@ def _by_tokens(model: CostModel, context: int, parts: int, tensor_parallel: int)
     query = shape.query_heads * shape.head_size * shape.dtype.itemsize / tensor_parallel
     read = float(model.attention_seconds(context / parts, 1, 1 / tensor_parallel))
     summed = float(model.all_reduce_seconds(shape.hidden * shape.dtype.itemsize, tensor_parallel))
-    return read + 2 * float(model.send_recv_seconds(query)) + summed
+    return read + 2 * float(send_recv_seconds(model, query)) + summed
 
 
 def _prefill_attention(model: CostModel, prompt: int, chunk: int) -> float:

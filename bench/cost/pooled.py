@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from bench.cost.transfers import send_recv_seconds
 from lamina.kv.balancing import HeldTokens, Load, Policy, Proposal, View, clear_cycles
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats
@@ -151,7 +152,7 @@ class Lender(Instance):
         """Return seconds to send queries of all layers to another engine, and outputs back."""
         shape = self._cost.shape
         nbytes = rows * shape.query_heads * shape.head_size * shape.dtype.itemsize / self._tp
-        return 2 * shape.layers * float(self._cost.send_recv_seconds(nbytes))
+        return 2 * shape.layers * float(send_recv_seconds(self._cost, nbytes))
 
 
 def view(lenders: Sequence[Lender]) -> View:

@@ -129,18 +129,6 @@ _SORTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransferFit:
-    """Fit of transfers to a peer in the same machine: ``latency_s + bytes / (link_share * link)``."""
-
-    latency_s: float
-    link_share: float
-
-    def predict_transfer(self, nbytes: ArrayLike, link_bytes_s: float) -> Floats:
-        """Return seconds of one transfer."""
-        return self.latency_s + np.asarray(nbytes, dtype=np.float64) / (self.link_share * link_bytes_s)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Fits:
     """All fitted parts of the cost model for one kind. ``slices`` takes precedence over ``gemm`` and ``pointwise``.
 
@@ -157,7 +145,6 @@ class Fits:
     nvlink: RingFit
     pcie: RingFit
     peer_read: PeerReadFit
-    send_recv: TransferFit
     slices: SliceCurve | None = None
     runtime: RuntimeFit = AS_PUBLISHED
 
@@ -186,7 +173,6 @@ class Fits:
             nvlink=part(RingFit, "nvlink"),
             pcie=part(RingFit, "pcie"),
             peer_read=part(PeerReadFit, "peer_read"),
-            send_recv=part(TransferFit, "send_recv"),
         )
 
 
@@ -407,10 +393,6 @@ class CostModel:
                 fits.peer_read.predict_all_reduce(sizes, devices, link),
             )
         return fits.pcie.predict_all_reduce(sizes, devices, link)
-
-    def send_recv_seconds(self, nbytes: ArrayLike) -> Floats:
-        """Return seconds of a transfer to a peer in the same machine."""
-        return self.fits.send_recv.predict_transfer(nbytes, self.hardware.link_bytes_s)
 
     def link_seconds(self, nbytes: ArrayLike) -> Floats:
         """Return seconds of one message over this device's NIC, one way."""

@@ -9,7 +9,7 @@ import json
 import sqlite3
 from collections.abc import Iterable, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,6 @@ def packaged_fit(name: str, kind: str = "") -> Fit:
     """Return the package's fit of a part of the cost model for ``kind``, else its first fit for another kind."""
     fits = [fit for stored in json.loads(PACKAGED.read_text()) if (fit := Fit(**stored)).name == name]
     return next((fit for fit in fits if fit.kind == kind), fits[0])
-
-
-def write_fits(fits: Iterable[Fit], file: Path) -> None:
-    """Write fits to a JSON file in the package's format."""
-    file.write_text(json.dumps([asdict(fit) for fit in fits], indent=2) + "\n")
 
 
 class ProfileStore:

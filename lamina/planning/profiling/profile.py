@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lamina.core.errors import ConfigError
 from lamina.core.types import DType
 from lamina.planning.plan import model_shapes
 from lamina.planning.plan.fit_store import Fit, ProfileStore, Sample
@@ -76,9 +75,12 @@ def measure(kind: str, store: ProfileStore) -> Disturbance:
         with on_cores(halves()[0]):
             times = [slice_seconds(path, ROWS) for path in paths]
             chunk_times = chunk_seconds(shapes[-1], CHUNKS)
-        curve = SliceCurve.fit(ROWS, [shape.layer_parameters for shape in shapes], times)
+        layers = [shape.layer_parameters for shape in shapes]
+        curve = SliceCurve.fit(ROWS, layers, times)
         samples = [
-            Sample(_slice(shape.hidden), rows, 1, seconds, float(curve.predict_slice(rows, shape.layer_parameters)))
+            Sample(
+                slice_operator(shape.hidden), rows, 1, seconds, float(curve.predict_slice(rows, shape.layer_parameters))
+            )
             for shape, own in zip(shapes, times, strict=True)
             for rows, seconds in zip(ROWS, own, strict=True)
         ]
@@ -103,21 +105,8 @@ def measure(kind: str, store: ProfileStore) -> Disturbance:
     return disturbance
 
 
-def drift(store: ProfileStore, kind: str) -> float:
-    """Measure slices again and return their time over the profile's, less 1: the median over rows. Takes seconds.
-
-    A value far from 0 means other kernels, another machine, or a disturbed measurement. Raises ConfigError if the store
-    has no slices of ``kind``.
-    """
-    known = {one.size: one.measured_s for one in store.samples("slices", kind) if one.operator == _slice(WIDTHS[-1])}
-    if not known:
-        raise ConfigError(f"{store.file} has no measured slices of {kind}; write them with lamina plan --measure")
-    with tempfile.TemporaryDirectory(prefix="lamina-profile-") as place, on_cores(halves()[0]):
-        now = slice_seconds(random_llama(Path(place) / "model", WIDTHS[-1], LAYERS), list(known))
-    return statistics.median(seconds / before for seconds, before in zip(now, known.values(), strict=True)) - 1
-
-
-def _slice(hidden: int) -> str:
+def slice_operator(hidden: int) -> str:
+    """Return the operator of the samples of slices of ``hidden`` width."""
     return f"slice {hidden}"
 
 

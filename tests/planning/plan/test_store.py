@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from bench.cost import fit as fitting
-from bench.cost.fit import KIND, fit_part
+from bench.cost.fit import KIND, fit_part, write_fits
 from bench.cost.published_times import Reduction, Series
 from lamina.core.errors import ConfigError
 from lamina.planning.plan import hardware
 from lamina.planning.plan.cost import Fits, PointwiseFit
-from lamina.planning.plan.fit_store import PACKAGED, Fit, ProfileStore, Sample, packaged_fit, write_fits
+from lamina.planning.plan.fit_store import PACKAGED, Fit, ProfileStore, Sample, packaged_fit
 from lamina.planning.plan.kernel_times import RingFit
 
 CATALOGUE = hardware.load()
