@@ -4,14 +4,19 @@ import ast
 import fnmatch
 import functools
 import graphlib
+import itertools
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 
@@ -192,6 +197,32 @@ def test_optional_packages_are_imported_only_when_used() -> None:
     special = {found.importer for found in at_top for package in OPTIONAL if is_in_package(found.target, package)}
     eager = [str(found) for found in at_top if our_module(found.target) in special and found.importer not in special]
     assert not eager, f"import {sorted(special)} inside the function that uses it"
+
+
+def required(extras: bool) -> set[str]:
+    """The packages that pyproject.toml requires, also of the extras that users choose."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    chosen = [each for name, each in project["optional-dependencies"].items() if name not in ("dev", "docs")]
+    wanted = [*project["dependencies"], *(itertools.chain(*chosen) if extras else ())]
+    return {canonicalize_name(Requirement(one).name) for one in wanted}
+
+
+def test_packages_are_required_by_ours_or_by_what_ours_require() -> None:
+    """A package that is here for the tests alone, or by chance, is missing where users install Lamina."""
+    allowed = required(extras=True)
+    for package in required(extras=False):
+        for text in metadata.requires(package) or ():
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                allowed.add(canonicalize_name(requirement.name))
+    homes = metadata.packages_distributions()
+    strays = [
+        str(found)
+        for found in imports()
+        if (top := found.target.split(".")[0]) not in {"lamina", "_typeshed", *sys.stdlib_module_names, *OPTIONAL}
+        and allowed.isdisjoint(map(canonicalize_name, homes.get(top, [])))
+    ]
+    assert not strays, "name the package in pyproject.toml"
 
 
 def test_imports_are_absolute_and_of_one_copy() -> None:

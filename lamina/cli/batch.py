@@ -16,7 +16,7 @@ from lamina.core.errors import ConfigError, EngineDeadError, RequestError
 from lamina.core.sampling import is_unicode
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message
+    from starlette.types import ASGIApp
 
 RETRY_S = 1.0  # before a rejected request is sent again
 RETRIED = (429,)  # statuses of an engine whose queue is full
@@ -160,23 +160,9 @@ async def _answer(app: "ASGIApp", request: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _post(app: "ASGIApp", path: str, body: bytes, own: str) -> tuple[int, bytes]:
-    headers = ((b"content-type", b"application/json"), (b"x-request-id", own.encode()))
-    scope: dict[str, Any] = {
-        **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "root_path": ""},
-        **{"method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""},
-        **{"headers": [*headers, (b"content-length", str(len(body)).encode())]},
-        **{"client": ("batch", 0), "server": ("batch", 0), "state": {}},
-    }
-    sent: list[Message] = []
-    unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    import httpx
 
-    async def receive() -> "Message":
-        if not unread:
-            await asyncio.Event().wait()  # never disconnects
-        return unread.pop()
-
-    async def send(message: "Message") -> None:
-        sent.append(message)
-
-    await app(scope, receive, send)
-    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+    headers = {"content-type": "application/json", "x-request-id": own}
+    request = httpx.Request("POST", f"http://batch{path}", headers=headers, content=body)
+    response = await httpx.ASGITransport(app, client=("batch", 0)).handle_async_request(request)
+    return response.status_code, await response.aread()

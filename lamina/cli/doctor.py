@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "pyzmq", "nvidia-ml-py"),
-    *("fastapi", "uvicorn"),
+    *("fastapi", "uvicorn", "httpx"),
 )
 THP = Path("/sys/kernel/mm/transparent_hugepage")
 LITTLE_RAM = 2 * 2**30
