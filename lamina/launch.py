@@ -30,7 +30,7 @@ from lamina.engine.ending import OnTrace
 from lamina.engine.engine import Engine
 from lamina.models import directory
 from lamina.models.directory import ModelDirectory, checkpoint_digest, sampling_defaults
-from lamina.observe.step_trace import write_trace
+from lamina.observe.timing import write_trace
 from lamina.schedule.limits import Limits
 from lamina.schedule.policy import find_policy
 from lamina.text.tokenizer import Tokenizer

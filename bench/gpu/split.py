@@ -27,7 +27,7 @@ from lamina.config.engine_config import EngineConfig
 from lamina.control.timeline import Span
 from lamina.engine.engine import Engine
 from lamina.launch import launch
-from lamina.observe.decode_timing import Window, decode_batch, decode_window
+from lamina.observe.timing import Window, decode_batch, decode_window
 
 TIMEOUT_S = 300.0
 CELLS = ("1x1024", "1x32768", "16x4096", "64x1024", "64x4096", "256x1024")

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.peers.offline import STEP_TOKENS, Cell, Generate, run
 from lamina import Lamina
-from lamina.observe.decode_timing import decode_batch
+from lamina.observe.timing import decode_batch
 
 TIMEOUT_S = 900
 

@@ -31,7 +31,7 @@ from lamina.config.engine_config import EngineConfig
 from lamina.launch import launch
 from lamina.memory import worker
 from lamina.memory.store import KvStore
-from lamina.observe.decode_timing import decode_batch, decode_window
+from lamina.observe.timing import decode_batch, decode_window
 
 ROW_S = "LAMINA_BENCH_ROW_S"  # environment variable of memory workers: seconds of sleep for a row of one rank
 PRIORITY = -10  # of memory workers

@@ -31,7 +31,7 @@ from rich.table import Table
 from bench.models import MODELS, model_directory
 from lamina import Lamina
 from lamina.models.directory import find
-from lamina.observe.decode_timing import decode_batch
+from lamina.observe.timing import decode_batch
 from lamina.text.tokenizer import Tokenizer
 
 PROMPT = "def f"

@@ -27,8 +27,7 @@ from bench.models import COMMON, MODELS, model_directory
 from lamina.config.engine_config import EngineConfig
 from lamina.control.timeline import Span
 from lamina.launch import launch
-from lamina.observe.decode_timing import decode_batch, decode_window
-from lamina.observe.step_trace import IDLE, shares
+from lamina.observe.timing import IDLE, decode_batch, decode_window, shares
 
 TIMEOUT_S = 600.0
 DECODED = 96  # of each request, besides those that it decodes while other prompts are computed

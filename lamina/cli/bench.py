@@ -24,8 +24,7 @@ from lamina.core.errors import ConfigError, LaminaError, TransportError
 if TYPE_CHECKING:
     from lamina.cluster.bringup import Cluster
     from lamina.control.timeline import Span
-    from lamina.observe.decode_timing import Window
-    from lamina.observe.step_trace import Share
+    from lamina.observe.timing import Share, Window
     from lamina.planning.profiling.transports import Near, Result
 
 SUITE = Path(__file__).parents[2] / "bench" / "cost" / "report.py"
@@ -81,8 +80,8 @@ def bench(
         return
     options.check_model(config)
     from lamina.launch import launch
-    from lamina.observe.decode_timing import decode_batch, decode_window
     from lamina.observe.progress import loading_progress, waiting
+    from lamina.observe.timing import decode_batch, decode_window
 
     config = replace(config, max_num_seqs=max(batch, config.max_num_seqs))
     spans: dict[str, list[Span]] = {}
@@ -103,7 +102,7 @@ def _show(spans: "Mapping[str, list[Span]]", window: "Window") -> None:
     from rich.table import Column, Table
 
     from lamina.cli.console import output, print_table
-    from lamina.observe.step_trace import shares, turnarounds
+    from lamina.observe.timing import shares, turnarounds
 
     parts = shares(spans, window.begin_ns, window.end_ns)
     title = f"Where {window.seconds:.2f} s of decoding went"
@@ -123,7 +122,7 @@ def _show(spans: "Mapping[str, list[Span]]", window: "Window") -> None:
 
 def verdict(parts: "Sequence[Share]") -> str:
     """Say what the bottleneck is: the longest stage, or its worker's time outside all stages if that is longer."""
-    from lamina.observe.step_trace import OTHER, bottleneck
+    from lamina.observe.timing import OTHER, bottleneck
 
     worst = bottleneck(parts)
     other = next((part for part in parts if (part.worker, part.stage) == (worst.worker, OTHER)), None)

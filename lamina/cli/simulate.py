@@ -111,7 +111,7 @@ def simulate(
     from lamina.config.engine_config import check_writable
     from lamina.control.timeline import MOST_SPANS
     from lamina.observe.progress import counting_progress
-    from lamina.observe.step_trace import write_trace
+    from lamina.observe.timing import write_trace
     from lamina.planning import simulate as sim
     from lamina.planning.plan import hardware as catalogue_of
     from lamina.planning.plan import model_shapes

@@ -25,7 +25,7 @@ from lamina.core.errors import ConfigError, ModelError, TransportError
 from lamina.core.sampling import SamplingParams
 from lamina.models.directory import BUNDLED
 from lamina.observe import progress
-from lamina.observe.step_trace import Share
+from lamina.observe.timing import Share
 from lamina.planning.plan import hardware
 
 LAMINA = [sys.executable, "-m", "lamina"]

@@ -10,7 +10,7 @@ from lamina.core.sampling import SamplingParams
 from lamina.core.types import Request
 from lamina.engine.engine import Engine
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
-from lamina.observe.decode_timing import decode_batch, decode_window
+from lamina.observe.timing import decode_batch, decode_window
 
 
 class FakeEngine:

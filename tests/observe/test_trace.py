@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lamina.control.timeline import MOST_SPANS, Span, Timeline
-from lamina.observe.step_trace import bottleneck, shares, turnarounds, write_trace
+from lamina.observe.timing import bottleneck, shares, turnarounds, write_trace
 
 SPANS = {
     "compute0": [Span("slice", 0, 0, 400), Span("wait", 0, 400, 700), Span("slice", 1, 700, 1200)],

@@ -33,7 +33,7 @@ from lamina.planning.profiling.measure import Disturbance, Watch
 if TYPE_CHECKING:
     from lamina.control.timeline import Span
     from lamina.engine.engine import Engine
-    from lamina.observe.decode_timing import Window
+    from lamina.observe.timing import Window
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ROUNDS = 7
@@ -233,7 +233,7 @@ def decode(path: Path, batches: Sequence[tuple[int, int]], lanes: int) -> list[R
 
 
 def _decode(engine: "Engine", batch: int, prompt: int) -> "Window":
-    from lamina.observe.decode_timing import decode_batch, decode_window
+    from lamina.observe.timing import decode_batch, decode_window
 
     draw = random.Random(batch)
     prompts = [[draw.randrange(3, 900) for _ in range(prompt)] for _ in range(batch)]
@@ -242,7 +242,7 @@ def _decode(engine: "Engine", batch: int, prompt: int) -> "Window":
 
 
 def _run(spans: Mapping[str, Sequence["Span"]], batch: int, prompt: int, lanes: int, window: "Window") -> Run:
-    from lamina.observe.step_trace import shares
+    from lamina.observe.timing import shares
 
     step_s = window.seconds / (window.drawn / batch)
     steps = window.seconds / step_s * min(lanes, batch)  # steps of all lanes
