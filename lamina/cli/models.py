@@ -62,6 +62,10 @@ def _model_row(name: str, commit: str, place: Path, nbytes: int, free: int) -> d
     return row | {"kv_tokens": int(left * KV_SHARE) // per_token, "why_not": ""}
 
 
+FILE_COLUMNS = 160
+"""Width of a table in a file."""
+
+
 class Format(enum.Enum):
     """Output format of ``lamina split``."""
 
@@ -102,7 +106,17 @@ def split(
     if format is Format.TABLE and output is None:
         print_table(render_table(result))
         return
-    text = render_text(result) if format is Format.TABLE else _RENDERERS[format](result)
+    if format is Format.TABLE:
+        from rich.console import Console
+
+        console = Console(width=FILE_COLUMNS, color_system=None)
+        with console.capture() as capture:
+            console.print(render_table(result))
+        text = capture.get()
+    else:
+        from lamina.splitter import describe
+
+        text = describe.svg(result) if format is Format.SVG else json.dumps(describe.as_dict(result), indent=2)
     if output is None:
         print(text)
     else:
@@ -147,27 +161,3 @@ def render_table(model: "SplitModel") -> "Table":
         caption += [f"  {crossing.name} {list(crossing.shape)}" for crossing in kind.end.cut.context]
     table.caption = "\n".join(caption)
     return table
-
-
-def render_text(model: "SplitModel") -> str:
-    from rich.console import Console
-
-    console = Console(width=160, color_system=None)
-    with console.capture() as capture:
-        console.print(render_table(model))
-    return capture.get()
-
-
-def render_json(model: "SplitModel") -> str:
-    from lamina.splitter import describe
-
-    return json.dumps(describe.as_dict(model), indent=2)
-
-
-def render_svg(model: "SplitModel") -> str:
-    from lamina.splitter.describe import svg
-
-    return svg(model)
-
-
-_RENDERERS = {Format.JSON: render_json, Format.SVG: render_svg}
