@@ -341,7 +341,6 @@ class AsyncLamina:
 
 
 def _read_answers(chats: Sequence[Chat], outputs: list[RequestOutput]) -> list[RequestOutput]:
-    """Return ``outputs`` with their answers parsed."""
     for chat, output in zip(chats, outputs, strict=True):
         for answer in output.outputs:
             chat.read(answer)

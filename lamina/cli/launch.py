@@ -104,13 +104,7 @@ def _print_join_command(config: EngineConfig) -> None:
 
 
 def _print_ready(summary: str, url: str, keyed: bool) -> None:
-    """Print the server's URL and examples of its use.
-
-    Args:
-        summary: Description of the engine.
-        url: Address of the server.
-        keyed: Whether clients must send a key.
-    """
+    """Print the server's URL and examples of its use. ``keyed``: whether clients must send a key."""
     from lamina.cli.console import output, print_text
 
     header, key = (" -H 'Authorization: Bearer KEY'", "KEY") if keyed else ("", "-")

@@ -241,7 +241,6 @@ def _print(result: "Result", deployment: "Deployment", trace: Path, lost: bool, 
 
 
 def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool) -> "Table":
-    """Show the main figures as a table. ``lost``: whether a worker was lost."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

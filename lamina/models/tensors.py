@@ -299,7 +299,6 @@ class _Checkpoint:
 
 
 def _are_codes(name: str) -> bool:
-    """Return whether a tensor of this name holds a weight's codes."""
     return name.endswith((".qweight", ".weight_packed", ".absmax", ".weight_scale", ".weight_scale_inv"))
 
 

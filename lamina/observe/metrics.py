@@ -277,7 +277,6 @@ class Metrics:
         yield links
 
     def _roles(self, stats: EngineStats) -> Iterator[Metric]:
-        """Yield the metrics of prompts that run apart from decoding, or in several lanes."""
         roles = GaugeMetricFamily(
             "lamina_worker_roles", "1 for every compute worker, by what it runs.", labels=["worker", "role"]
         )
@@ -300,7 +299,6 @@ class Metrics:
         yield from (parked, nbytes)
 
     def _scaling(self, stats: EngineStats) -> Iterator[Metric]:
-        """Yield the metrics of pools that scale by load."""
         load = GaugeMetricFamily(
             "lamina_autoscale_load", "Load of a pool, as the number of workers that it would fill.", labels=["pool"]
         )

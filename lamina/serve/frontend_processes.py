@@ -85,8 +85,6 @@ class Owner(Protocol):
 
 @dataclass(eq=False)
 class _Process:
-    """A frontend's process, running."""
-
     popen: subprocess.Popen[bytes]
     exited: int  # a descriptor that is readable once the process has exited
     name: str = ""  # given when the engine runs

@@ -288,7 +288,6 @@ class Tokenizer:
 
     @cached_property
     def _templates(self) -> Mapping[str, str]:
-        """The sources of the templates, by name."""
         from lamina.text.chat_template import DEFAULT_TEMPLATE
 
         if self.chat_settings.template:
