@@ -74,7 +74,11 @@ def _tokens(places: Places, position: int) -> list[tuple[int, int]]:
 
 class _Model:
     def __init__(self, deployment: Deployment) -> None:
-        self._compute, self._engine = deployment.compute_cost, deployment.host
+        self._compute, self._engine, self._tp = deployment.compute_cost, deployment.host, deployment.tensor_parallel
+        shape, item = deployment.model, deployment.model.dtype.itemsize
+        self._layers = shape.layers
+        self._kept_bytes = 2 * shape.kv_heads * shape.head_size * item  # k and v of a row
+        self._asked_bytes = shape.query_heads * shape.head_size * item  # q of a row; the reply has the same size
         self._slices = slice_times(self._compute, deployment.tensor_parallel, deployment.max_num_batched_tokens)
 
     def _last_s(self, rows: int, draws: int) -> float:
@@ -93,14 +97,9 @@ class StepModel(_Model):
 
     def __init__(self, deployment: Deployment) -> None:
         super().__init__(deployment)
-        compute, memory, shape = deployment.compute_cost, deployment.memory_cost, deployment.model
-        tp = deployment.tensor_parallel
+        compute, memory, shape, tp = self._compute, deployment.memory_cost, deployment.model, self._tp
         self._memory = memory
-        self._layers = shape.layers
-        item = shape.dtype.itemsize
-        self._kept_bytes = 2 * shape.kv_heads * shape.head_size * item  # k and v of a row
-        self._asked_bytes = shape.query_heads * shape.head_size * item  # q of a row; the reply has the same size
-        self._context_bytes = shape.hidden * item
+        self._context_bytes = shape.hidden * shape.dtype.itemsize
         # Each device of a group sends and receives the data of its heads.
         self._compute_byte_s = float(compute.wire_seconds(1.0)) / tp
         self._memory_byte_s = float(memory.wire_seconds(1.0))
@@ -243,11 +242,7 @@ class LocalStepModel(_Model):
     def __init__(self, deployment: Deployment, holders: Sequence[CostModel], lent: Lent) -> None:
         """``holders``: the cost model of each replica."""
         super().__init__(deployment)
-        self._tp, self._holders, self._lent = deployment.tensor_parallel, holders, lent
-        shape, item = deployment.model, deployment.model.dtype.itemsize
-        self._layers = shape.layers
-        self._kept_bytes = 2 * shape.kv_heads * shape.head_size * item  # k and v of a row
-        self._asked_bytes = shape.query_heads * shape.head_size * item  # q of a row; the reply has the same size
+        self._holders, self._lent = holders, lent
 
     def times(
         self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int], split: Mapping[int, SplitSequence], own: int
