@@ -26,8 +26,8 @@ from lamina.control.sockets import ANY, ControlServer
 from lamina.core.errors import ConfigError
 from lamina.core.topology import Pool, Role, Topology
 from lamina.core.types import ChatSettings
-from lamina.engine.ending import OnTrace
 from lamina.engine.engine import Engine
+from lamina.engine.timelines import OnTrace
 from lamina.models import directory
 from lamina.models.directory import ModelDirectory, checkpoint_digest, sampling_defaults
 from lamina.observe.timing import write_trace

@@ -414,6 +414,16 @@ def _end_process(
     return True
 
 
+def tell_to_stop(control: ControlServer, workers: Sequence[str]) -> list[str]:
+    """Tell workers to stop; return those that could be reached."""
+    try:
+        control.send(workers, Stop())
+    except UnreachableError as error:
+        log.info("not all workers could be told to stop: %s", error)
+        return [worker for worker in workers if worker not in error.workers]
+    return list(workers)
+
+
 def _tell(control: ControlServer, workers: Sequence[str], message: ToWorker) -> None:
     with contextlib.suppress(UnreachableError):  # ``losses.Watch`` detects it
         control.send(workers, message)

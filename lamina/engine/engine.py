@@ -26,15 +26,15 @@ from lamina.core.steps import StepPlan
 from lamina.core.topology import Pool, Topology
 from lamina.core.types import NOBODY, Client, KvElement, Request
 from lamina.dataplane.wire import check_placements
-from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, read_clocks, tell_to_stop
-from lamina.engine.live_timeline import LiveTimeline
+from lamina.engine.changes import tell_to_stop
 from lamina.engine.lives import Life, Lives
-from lamina.engine.losses import POLL_S
+from lamina.engine.losses import POLL_S, poisonous
 from lamina.engine.members import Members, Save
 from lamina.engine.pools import Resize
 from lamina.engine.scaling import Scaling
 from lamina.engine.stats import EngineStats, PlacementView
 from lamina.engine.streams import Submission
+from lamina.engine.timelines import LiveTimeline, OnTrace, collect_spans, hand_over, read_clocks
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import OnToken, OnTokens, OnUpdate, Reading, as_run
 from lamina.kv.balancing import policy_for
@@ -544,9 +544,9 @@ class Engine:
         fabric = self.cluster.fabric
         if self._on_trace and fabric is not None:
             read_clocks(self._control, self._workers, fabric)
-        told = tell_to_stop(self._control, self.topology.names)
+        told = tell_to_stop(self._control, sorted(self.topology.names))
         if (pools := self._members.pools) is not None:
-            tell_to_stop(self._control, pools.strangers)
+            tell_to_stop(self._control, [*pools.strangers])
             pools.close()
         if self._on_trace:
             spans = collect_spans(self._control, self._workers, told, fabric)

@@ -43,6 +43,7 @@ from lamina.core.outputs import FinishReason
 from lamina.engine.engine import Engine
 from lamina.engine.live_timeline import TimelineOf
 from lamina.engine.lives import LivesOf
+from lamina.engine.timelines import TimelineOf
 from lamina.engine.stats import StatsOf
 from lamina.engine.updates import OnToken, OnTokens, TokenUpdate
 

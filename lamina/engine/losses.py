@@ -10,6 +10,7 @@ from lamina.control.sockets import ControlServer
 from lamina.core.errors import DeadlineError, LaminaError, TransportError
 from lamina.core.steps import KvMove, StepPlan
 from lamina.core.topology import Topology
+from lamina.schedule.suspects import DEATHS_ALONE
 from lamina.schedule.turn import Turn
 
 GRACE_S = 2.0  # from a complaint until the process of the worker must have been seen to end, or the link counts as cut
@@ -215,4 +216,13 @@ def exited(worker: str, reason: str) -> TransportError:
     """Return the error of a cluster that has lost this worker's process."""
     return TransportError(
         f"worker {worker} is gone: {reason}. If it was killed for memory, give less to kv_cache_memory_bytes"
+    )
+
+
+def poisonous(lost: Mapping[str, LaminaError]) -> str:
+    """Return the error of a request that ran alone when workers died. ``lost``: the workers that died last."""
+    last = "; ".join(str(why).partition("\n")[0] for why in lost.values())
+    return (
+        f"the request is not run again: {DEATHS_ALONE} times in a row, a worker died while it ran nothing but this "
+        f"request. The last time: {last}. Change the request; the workers' logs may show what they died of"
     )

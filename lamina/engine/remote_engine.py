@@ -55,6 +55,7 @@ from lamina.core.types import NOBODY, Client, Request
 from lamina.engine.live_timeline import TimelineOf
 from lamina.engine.lives import Life, LivesOf
 from lamina.engine.stats import EngineStats, StatsOf
+from lamina.engine.timelines import TimelineOf
 from lamina.engine.streams import Submission
 from lamina.engine.updates import Reading, TokenUpdate, as_run
 from lamina.models.directory import Defaults

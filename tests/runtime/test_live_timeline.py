@@ -13,7 +13,7 @@ from lamina.core.pipeline import Pipeline
 from lamina.core.sampling import SamplingParams
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.engine.engine import Engine
-from lamina.engine.live_timeline import LiveTimeline
+from lamina.engine.timelines import LiveTimeline
 from lamina.launch import launch
 from lamina.transport.shm import host
 from tests.support.running import Streams, config
@@ -90,6 +90,6 @@ def test_times_of_other_machines_are_moved_and_workers_are_asked_now_and_then(mo
     (slices,), (attention,) = live.spans()["compute0"], live.spans()["memory0"]
     assert slices == Span("slice", 0, now - 5000, now)
     assert attention.end_ns - attention.begin_ns == 7_000 and now <= attention.end_ns <= time.monotonic_ns()
-    monkeypatch.setattr("lamina.engine.live_timeline.SHOWN_NS", 0)
+    monkeypatch.setattr("lamina.engine.timelines.SHOWN_NS", 0)
     live.keep_window("compute0", Observed(now, []), topology)
     assert live._latest.keys() == {"compute0"}, "windows of workers that are gone are kept"

@@ -1,16 +1,27 @@
-"""Collects short windows of workers' timelines for the live view, only while a client requests them."""
+"""Collects workers' timelines: all of them when the engine ends, or short windows while a client requests them."""
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from lamina.cluster.conversations import Gather, Workers, converse
+from lamina.cluster.joining import Fabric, read_clock
 from lamina.cluster.sizing import boot_id
-from lamina.control.messages import Observe, Observed, ToWorker
-from lamina.control.timeline import OBSERVED_NS, Span
+from lamina.control.messages import Observe, Observed, ToWorker, Traced
+from lamina.control.sockets import ControlServer
+from lamina.control.timeline import OBSERVED_NS, Clock, Span
+from lamina.core.errors import LaminaError
 from lamina.core.topology import Topology
+from lamina.engine.losses import POLL_S
 from lamina.transport.shm import host
 
+log = logging.getLogger(__name__)
+
+OnTrace = Callable[[Mapping[str, list[Span]]], None]
+
+TRACE_TIMEOUT_S = 10.0
 BETWEEN_NS = 500_000_000  # at least, between two windows; several people may watch
 SHOWN_NS = 5_000_000_000  # age at which a worker's spans are no longer shown
 
@@ -56,3 +67,44 @@ class LiveTimeline:
         fresh = {worker: spans for worker, (at_ns, spans) in self._latest.items() if now_ns < at_ns + SHOWN_NS}
         begin_ns = max((span.end_ns for spans in fresh.values() for span in spans), default=0) - 2 * OBSERVED_NS
         return {worker: [span for span in spans if span.end_ns > begin_ns] for worker, spans in fresh.items()}
+
+
+def read_clocks(control: ControlServer, workers: Workers, fabric: Fabric) -> None:
+    """Read the clocks of other machines again, which have drifted since their workers joined."""
+    gather = Gather(control, workers, lambda worker, progress: None)
+    for name in {hello.host: name for name, hello in fabric.greetings.items()}.values():
+        try:
+            converse(gather, read_clock(control, fabric, name))
+        except LaminaError as error:
+            log.info("clocks of other machines are taken as when they joined, from %s on: %s", name, error)
+            return
+
+
+def collect_spans(
+    control: ControlServer, workers: Workers, told: Sequence[str], fabric: Fabric | None
+) -> dict[str, list[Span]]:
+    """Return spans by worker, in this process's clock, of workers that reply within ``TRACE_TIMEOUT_S``.
+
+    ``fabric``: has the clocks of other machines.
+    """
+    spans: dict[str, list[Span]] = {}
+    deadline = time.monotonic() + TRACE_TIMEOUT_S
+    while time.monotonic() < deadline and not spans.keys() | workers.ended().keys() >= set(told):
+        for worker, message in control.receive(POLL_S):
+            if isinstance(message, Traced):
+                clock = None if fabric is None else fabric.clock_of(worker)
+                spans[worker] = message.spans if clock is None else [_moved(span, clock) for span in message.spans]
+    return spans
+
+
+def _moved(span: Span, clock: Clock) -> Span:
+    return Span(span.stage, span.lane, clock.to_local(span.begin_ns), clock.to_local(span.end_ns))
+
+
+def hand_over(spans: Mapping[str, list[Span]], receivers: Iterable[OnTrace]) -> None:
+    """Pass spans to all receivers, even if one of them fails."""
+    for receiver in receivers:
+        try:
+            receiver(spans)
+        except OSError as error:
+            log.error("the timeline could not be written: %s", error)
