@@ -1,6 +1,6 @@
 """Who takes part in a cluster: members, replicas and lanes. Pure and immutable.
 
-A lost member ends the epoch: engine, workers and simulator apply the topology of the next one, and ``worker.fence``
+A lost member ends the epoch: engine, workers and simulator apply the topology of the next one, and ``worker.loop``
 keeps messages of the two epochs apart. Members that join, and members that leave once they have no work, change the
 topology within an epoch, since no message in flight has to be dropped.
 """
@@ -55,7 +55,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
         name: never used again for another worker.
         kind: kind of its device.
         capacity: token slots. A compute worker that has some is in both pools.
-        scratch: tokens that its scratch memory holds (``lamina.compute.scratch``).
+        scratch: tokens that its scratch memory holds (``lamina.compute.local_memory``).
     """
 
     name: str

@@ -102,7 +102,7 @@ BUGS = [
         "fence_open",
         "A worker begins the next epoch before its peers have rung, and reads messages of the last one.",
         "41e4c148",
-        "lamina/worker/fence.py",
+        "lamina/worker/loop.py",
         """\
             self._links.ring(peer, _ring_value(self.epoch))
 """,

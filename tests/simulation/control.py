@@ -19,9 +19,9 @@ from lamina.core.errors import DeadlineError, UnreachableError
 from lamina.core.topology import Pool, Role, Topology
 from lamina.dataplane.transport_choice import Transport
 from lamina.memory import worker as memory
-from lamina.worker.fence import Fence
 from lamina.worker.links import Member
-from lamina.worker.process import Worker, serve
+from lamina.worker.loop import Fence, WorkerLoop
+from lamina.worker.process import serve
 from tests.simulation.model import POISON, load
 from tests.simulation.network import Network, SimulatedEndpoint
 from tests.simulation.scenario import Pace

@@ -11,7 +11,7 @@ from lamina.core.errors import PeerLostError, TransportError
 from lamina.core.topology import Epoch
 from lamina.transport.arena import OwnArena
 from lamina.transport.base import Arena, Fetch, Part, Peer, check_doorbell, check_fetch, check_range, deadline_error
-from lamina.worker.fence import Fence
+from lamina.worker.loop import Fence
 from tests.simulation.world import Broken, Task, World
 
 SILENCE_S = 10.0  # after which a connection of the data plane counts as lost, as of the TCP transport

@@ -20,9 +20,9 @@ from lamina.dataplane.channel import Channel
 from lamina.dataplane.leases import DOORBELLS, SLOTS, ArenaPlan, Lease, lease_nbytes
 from lamina.dataplane.transport_choice import Offer, Transport
 from lamina.engine.losses import Ending
-from lamina.worker import fence as fences
 from lamina.worker import links as linking
-from lamina.worker.fence import Fence
+from lamina.worker import loop as fences
+from lamina.worker.loop import Fence
 from tests.support.null_transport import Fault, NullArena, NullEndpoint, Operation
 
 NAMES = ["compute0", "compute1", "memory0", "memory1", "memory2"]
