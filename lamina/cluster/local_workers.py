@@ -266,6 +266,7 @@ class SupervisedWorkers(_OnThisMachine):
         self._line = line
         self._ended = dict(exited)
         self._answers: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self._unanswered = 0
         self._sending = threading.Lock()
 
     def on_supervisor_message(self, message: Exited | Done) -> None:
@@ -303,10 +304,14 @@ class SupervisedWorkers(_OnThisMachine):
 
     def _ask(self, message: EngineToSupervisor) -> None:
         self.tell_supervisor(message)
-        try:
-            answer = self._answers.get(timeout=ANSWER_S)
-        except queue.Empty:
-            raise TransportError(f"the supervisor has not answered within {ANSWER_S:.0f} s") from None
+        self._unanswered += 1
+        deadline = time.monotonic() + ANSWER_S
+        while self._unanswered:  # answers come in order: those to messages that were given up come first
+            try:
+                answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise TransportError(f"the supervisor has not answered within {ANSWER_S:.0f} s") from None
+            self._unanswered -= 1
         if answer.error:
             raise TransportError(answer.error)
 

@@ -1,5 +1,6 @@
 """Worker processes that exit before they have started, or are ended."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,10 +12,10 @@ import psutil
 import pytest
 
 from lamina.cluster import local_workers
-from lamina.cluster.local_workers import LocalWorkers, describe_exit, start_process
-from lamina.control.agent_messages import Start
+from lamina.cluster.local_workers import LocalWorkers, SupervisedWorkers, describe_exit, start_process
+from lamina.control.agent_messages import Done, Start, receive_from_engine
 from lamina.control.sockets import Bootstrap
-from lamina.core.errors import ConfigError
+from lamina.core.errors import ConfigError, TransportError
 from lamina.core.topology import Role
 
 MORE_THAN_A_PIPE_HOLDS = bytes(1 << 20)
@@ -135,3 +136,23 @@ def test_the_end_of_a_process_names_it_and_the_usual_cause(command: str, how: st
     process = subprocess.Popen(["sh", "-c", command])
     process.wait(30)
     assert describe_exit(process) == how.format(process.pid)
+
+
+def test_a_late_answer_of_the_supervisor_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker counts as ended only once the supervisor has ended it: until then, it may write to its peers."""
+    line, supervisor = multiprocessing.Pipe()
+    workers = SupervisedWorkers(line, ["memory0", "memory1"], {})
+    monkeypatch.setattr(local_workers, "ANSWER_S", 0.0)
+    with pytest.raises(TransportError, match="has not answered"):
+        workers.kill_worker("memory0")
+    workers.on_supervisor_message(Done())  # to the first message
+    with pytest.raises(TransportError, match="has not answered"):
+        workers.kill_worker("memory1")
+    assert workers.processes == {"memory0", "memory1"}
+    workers.on_supervisor_message(Done("memory1 does not end"))
+    workers.on_supervisor_message(Done())
+    workers.kill_worker("memory0")
+    assert workers.processes == {"memory1"}
+    assert [receive_from_engine(supervisor) for _ in range(3)]
+    line.close()
+    supervisor.close()
