@@ -44,7 +44,7 @@ from lamina.control.agent_messages import (
 )
 from lamina.control.liveness import Restarts
 from lamina.control.secret import Secret, configured, new
-from lamina.core.errors import EngineDeadError, LaminaError, TransportError, user_error
+from lamina.core.errors import EngineDeadError, LaminaError, user_error
 from lamina.serve.frontend_processes import collected
 from lamina.transport.listener import LOOPBACK
 
@@ -267,7 +267,7 @@ class Supervisor:
                 workers.close()
             else:
                 workers.kill_workers([name for name in message.workers if name in workers.processes])
-        except (OSError, TransportError) as error:
+        except (OSError, LaminaError) as error:
             return str(error)
         return ""
 

@@ -1,5 +1,6 @@
 """What a supervisor does while something else happens."""
 
+import multiprocessing
 import os
 import queue
 import signal
@@ -12,8 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
+from lamina.cluster import local_workers
+from lamina.cluster.pool import Devices
 from lamina.config.engine_config import EngineConfig
-from lamina.control.agent_messages import EngineBootstrap, FrontendExited, receive_from_supervisor
+from lamina.control.agent_messages import Done, EngineBootstrap, FrontendExited, Start, receive_from_supervisor
+from lamina.control.sockets import Bootstrap
 from lamina.serve import supervisor
 from lamina.serve.supervisor import Supervisor
 from tests.support.waiting import END_S
@@ -81,3 +85,18 @@ def test_the_first_message_to_an_engine_is_its_bootstrap(tmp_path: Path, monkeyp
     running.join(END_S)
     ending.join(END_S)
     engine.line.close()
+
+
+def test_a_worker_whose_gpu_is_gone_does_not_end_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is told, and goes on without the worker."""
+    monkeypatch.setattr(local_workers, "find_devices", lambda: Devices(2, 1 << 30))
+    one = Supervisor(EngineConfig(), tmp_path, list)
+    ours, engine = multiprocessing.Pipe()
+    one._line = ours
+    bootstrap = Bootstrap("memory0", "", b"", b"", b"", b"", os.getpid())
+    one._on_message(Start("memory", "cuda", bootstrap))
+    answer = receive_from_supervisor(engine)
+    assert isinstance(answer, Done) and "GPU" in answer.error
+    ours.close()
+    engine.close()
+    one._listener.close()
