@@ -1,7 +1,7 @@
 """Runs the attention of one step on a compute worker: scatters q, k, v to memory workers, gathers and merges partials.
 
 Meanwhile the compute worker attends to segments in its own memory (``lamina.compute.local_memory``), from prompt chunks
-to themselves, and to the tokens before them that are in scratch memory (``lamina.compute.scratch``).
+to themselves, and to the tokens before them that are in scratch memory (``lamina.compute.local_memory``).
 """
 
 import functools
@@ -13,9 +13,8 @@ import numpy.typing as npt
 import torch
 
 from lamina.compute.device.base import Array, Carrier, ExchangedRows, Floats, Partial
-from lamina.compute.local_memory import LocalShare
+from lamina.compute.local_memory import LocalShare, ScratchShare
 from lamina.compute.mail import Mail
-from lamina.compute.scratch import ScratchShare
 from lamina.core.heads import WHOLE, HeadShards
 from lamina.core.steps import StepPlan
 from lamina.core.types import AttentionSpec, Overlap, Segment

@@ -19,10 +19,9 @@ from lamina.compute.exchange import StepExchange
 from lamina.compute.lanes import Lane, Lanes
 from lamina.compute.lending import Lender
 from lamina.compute.loading import load, load_tokenizer
-from lamina.compute.local_memory import LocalMemory
+from lamina.compute.local_memory import LocalMemory, Scratch
 from lamina.compute.mail import Mail
 from lamina.compute.ranks import EpochEndingError, RankWait, SliceOrder
-from lamina.compute.scratch import Scratch
 from lamina.compute.sequences import Sequences
 from lamina.compute.step import AHEAD_SLICE_S, Replica, StepRun
 from lamina.control.messages import (

@@ -56,7 +56,7 @@ class SequenceStep(msgspec.Struct, array_like=True, frozen=True, gc=False):
     last chunk of a prompt).
 
     ``scratch``: all tokens before this chunk of a prompt are in scratch memory of the replica that runs it, which
-    attends to them; memory workers only store the chunk (``lamina.compute.scratch``).
+    attends to them; memory workers only store the chunk (``lamina.compute.local_memory``).
     """
 
     sequence: int

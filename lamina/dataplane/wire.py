@@ -98,7 +98,7 @@ class MessageRows:
 
 
 SCRATCH = "scratch"
-"""Stands for the name of a compute worker in segments of its scratch memory (``lamina.compute.scratch``)."""
+"""Stands for the name of a compute worker in segments of its scratch memory (``lamina.compute.local_memory``)."""
 
 
 def attends_locally(step: SequenceStep) -> bool:

@@ -1,4 +1,4 @@
-"""Decides which prompts keep K and V in scratch memory of their replica (``lamina.compute.scratch``). Pure.
+"""Decides which prompts keep K and V in scratch memory of their replica (``lamina.compute.local_memory``). Pure.
 
 A prompt may if no other request or replica has computed its first tokens, it needs more than one step, and its replica
 has room for all of it. The prompt's chunks then run on that replica, in the prompt's own lane. A prompt that runs

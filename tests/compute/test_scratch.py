@@ -11,7 +11,7 @@ from lamina.compute.device.base import Carrier
 from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.gpu import GpuCarrier
 from lamina.compute.exchange import StepExchange
-from lamina.compute.scratch import Scratch
+from lamina.compute.local_memory import Scratch
 from lamina.control.messages import MemorySetup
 from lamina.core.sampling import SamplingParams
 from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
