@@ -23,11 +23,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -56,6 +56,9 @@ from lamina.kernels.gpu.specialize import (
 )
 from lamina.kernels.gpu.tilings import REGISTERS, SHARED_BYTES, Context, Shape, default
 from lamina.models.quantisation.codes import GROUPS
+
+if TYPE_CHECKING:
+    from lamina.kernels.gpu.triton_compile import Binary
 
 CAPABILITIES = (80, 86, 89, 90)
 PEERS = {"torch_sdpa": 60, "flash_attention": 40, "flashinfer": 200}  # the last one compiles its kernels when used
@@ -139,9 +142,52 @@ def programs(capability: int) -> Iterator[tuple[str, Program]]:
     yield "tokens from logits in bfloat16", draw_program(np.uint16)
 
 
+@dataclass(frozen=True)
+class Resources:
+    """The multiprocessor resources of one program, as ptxas reports them; spills in bytes per thread."""
+
+    registers: int
+    shared_bytes: int
+    spill_stores: int
+    spill_loads: int
+
+
+def resources(binary: "Binary") -> Resources:
+    """Registers and spills of a binary, by assembling its PTX once more with a report.
+
+    Raises:
+        RuntimeError: ptxas fails; the message is its own.
+    """
+    from triton.backends.nvidia.compiler import get_ptxas  # an internal of Triton; not needed to run programs
+
+    target = re.search(r"^\.target (\w+)", binary.ptx, re.MULTILINE)
+    assert target
+    architecture = int(re.sub(r"\D", "", target[1]))
+    with tempfile.TemporaryDirectory() as directory:
+        ptx = Path(directory, "program.ptx")
+        ptx.write_text(binary.ptx)
+        command = [
+            get_ptxas(architecture).path,
+            "-v",
+            f"-arch={target[1]}",
+            str(ptx),
+            "-o",
+            f"{directory}/program.cubin",
+        ]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise RuntimeError(f"ptxas failed on {binary.name}: {run.stderr}")
+
+    def figure(pattern: str) -> int:
+        return int(match[1]) if (match := re.search(pattern, run.stderr)) else 0
+
+    stores, loads = figure(r"(\d+) bytes spill stores"), figure(r"(\d+) bytes spill loads")
+    return Resources(figure(r"Used (\d+) registers"), binary.shared_bytes, stores, loads)
+
+
 def compile_all(capabilities: list[int], variants: str = "") -> list[dict[str, Any]]:
     """Compile every program whose variant matches ``variants`` for every capability; one row each."""
-    from lamina.kernels.gpu.triton_compile import compile_program, resources
+    from lamina.kernels.gpu.triton_compile import compile_program
 
     found = ((capability, *described) for capability in capabilities for described in programs(capability))
     every = [one for one in found if re.search(variants, one[1])]
