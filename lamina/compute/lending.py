@@ -11,21 +11,19 @@ No request is parked (``lamina.memory.watermarks``), since all chunks of a promp
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from lamina.compute.lanes import Lanes
 from lamina.compute.mail import Mail, Request
 from lamina.control.messages import REPORT_S, Connect, KvMoved, Working
 from lamina.control.sockets import ControlClient
 from lamina.control.timeline import Timeline
-from lamina.core.errors import DeadlineError, WorkerError
+from lamina.core.errors import DeadlineError
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Topology
-from lamina.dataplane.leases import Lease
 from lamina.memory.moving import KvMoves
 from lamina.memory.pulls import Puller
-from lamina.memory.served_lanes import Door
-from lamina.memory.serving import Serving
+from lamina.memory.serving import Door, Serving
 from lamina.memory.store import KvStore, StepTables
 from lamina.transport.base import Target
 from lamina.worker.links import Links
@@ -49,11 +47,17 @@ class Lender:
     ) -> None:
         self._control, self._mail, self._lanes, self._links = control, mail, lanes, links
 
-        def on_moved(number: int) -> None:
-            control.send(KvMoved(number))
-
-        others = self._others([*connect.memories, *connect.computes]) if connect.pipeline.moves_local else {}
-        self._moves = KvMoves(store, puller, links.arena, links.plan, others, links.outbox, on_moved, connect.epoch)
+        holders = [*connect.memories, *connect.computes] if connect.pipeline.moves_local else []
+        self._moves = KvMoves(
+            store,
+            puller,
+            links.arena,
+            links.plan,
+            links.leases_of(holders),
+            links.outbox,
+            lambda number: control.send(KvMoved(number)),
+            connect.epoch,
+        )
         self._serving = Serving(
             store, puller, timeline, mail.channels, connect.pipeline, connect.computes, lambda: None
         )
@@ -91,9 +95,6 @@ class Lender:
         """Doorbells of other replicas' requests, and of what is needed to serve them."""
         return [*self._mail.awaited(self._mail.lenders), *self.moving]
 
-    def _others(self, names: Iterable[str]) -> dict[str, tuple[Lease, Lease]]:
-        return {name: self._links.leases(name) for name in names if self._links.has(name)}
-
     def apply_plan(self, plan: StepPlan, steps: Sequence[StepTables] = ()) -> None:
         """Begin and end what a plan says that moves, after the store has applied the plan.
 
@@ -116,7 +117,7 @@ class Lender:
     def set_members(self, topology: Topology) -> None:
         """Serve the replicas of ``topology``, after ``Mail.change_members``."""
         holders = [*topology.memories, *topology.computes] if topology.pipeline.moves_local else []
-        self._moves.change(self._others(holders))
+        self._moves.change(self._links.leases_of(holders))
         self._serving.set_members(self._mail.channels, topology.pipeline, topology.computes)
 
     def serve_requests(self) -> bool:
@@ -177,14 +178,6 @@ class Lender:
         return False
 
     def _begin(self, request: Request) -> None:
-        arrival, lane = request.arrival, self._serving.lanes[request.arrival.lane]
-        turn = lane.steps[0].plan.turn + lane.layer
-        if arrival.turn != turn:
-            raise WorkerError(
-                self._control.name,
-                f"a request of {arrival.channel.name} is for attention {arrival.turn} of lane {lane.number}, whose "
-                f"next is {turn}",
-            )
-        lane.door = Door(arrival.channel, -1, arrival, request.body)
-        self._serving.begin(lane)
+        arrival = request.arrival
+        self._serving.begin(self._serving.admit(Door(arrival.channel, -1, arrival, request.body), arrival))
         self._mail.request_pieces()  # of K and V of prompt chunks

@@ -22,7 +22,7 @@ from lamina.dataplane.leases import SLOTS
 from lamina.dataplane.slot import Direct
 from lamina.dataplane.wire import body_nbytes, read_kept, read_queries, reply_nbytes
 from lamina.memory.device.base import Array, New, PolledLane
-from lamina.memory.served_lanes import Lane
+from lamina.memory.serving import Lane
 from lamina.memory.store import KvStore, StepTables
 from lamina.worker.links import Links
 

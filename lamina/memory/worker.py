@@ -9,7 +9,7 @@ arrives before its plan. Plans are applied in the order in which the engine sent
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from lamina.control.messages import (
     REPORT_S,
@@ -21,19 +21,18 @@ from lamina.control.messages import (
     Working,
 )
 from lamina.control.sockets import ControlClient
-from lamina.core.errors import DeadlineError, WorkerError
+from lamina.core.errors import DeadlineError
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Topology
 from lamina.dataplane.channel import Arrival
-from lamina.dataplane.leases import SLOTS, Lease
+from lamina.dataplane.leases import SLOTS
 from lamina.dataplane.wire import piece_nbytes
 from lamina.memory.device import gpu_memory
 from lamina.memory.device_steps import DeviceSteps
 from lamina.memory.disk_tier import Tier
 from lamina.memory.moving import KvMoves
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
-from lamina.memory.served_lanes import Door, Lane
-from lamina.memory.serving import PLAN_TIMEOUT_S, Serving
+from lamina.memory.serving import PLAN_TIMEOUT_S, Door, Lane, Serving
 from lamina.memory.slab_setup import UsageReports, make_store
 from lamina.memory.store import KvStore
 from lamina.transport.base import Target
@@ -66,13 +65,17 @@ class MemoryWorker(WorkerLoop):
         self._hub = links.hub
         self._channels = {name: links.channel(name) for name in connect.computes}
         self._puller = Puller(links.fetch, links.arena, links.plan, store)
-        others = self._others([*connect.memories, *(connect.computes if connect.pipeline.moves_local else ())])
-
-        def on_moved(number: int) -> None:
-            control.send(KvMoved(number))
-
+        moving = connect.computes if connect.pipeline.moves_local else ()
+        others = links.leases_of([*connect.memories, *moving])
         self._moves = KvMoves(
-            store, self._puller, links.arena, links.plan, others, links.outbox, on_moved, connect.epoch
+            store,
+            self._puller,
+            links.arena,
+            links.plan,
+            others,
+            links.outbox,
+            lambda number: control.send(KvMoved(number)),
+            connect.epoch,
         )
         self._serving = Serving(
             store,
@@ -191,12 +194,9 @@ class MemoryWorker(WorkerLoop):
         self._early = {door: deadline for door, deadline in self._early.items() if door in self._doors}
         self._doors += [Door(self._channels[name], slot) for slot in range(SLOTS) for name in new]
         moving = topology.computes if topology.pipeline.moves_local else ()
-        self._moves.change(self._others([*topology.memories, *moving]))
+        self._moves.change(self._links.leases_of([*topology.memories, *moving]))
         self._serving.set_members(self._channels, topology.pipeline, topology.computes)
         self._device_steps.change_channels(self._channels, topology.pipeline, topology.computes)
-
-    def _others(self, memories: Iterable[str]) -> dict[str, tuple[Lease, Lease]]:
-        return {name: self._links.leases(name) for name in memories if self._links.has(name)}
 
     def _closed_doors(self) -> list[Door]:
         """Return a door without a request for each slot, to be ordered by last use."""
@@ -228,16 +228,7 @@ class MemoryWorker(WorkerLoop):
         if not self._serving.has_step(request.lane):
             self._postpone(door)
             return
-        lane = self._lanes[request.lane]
-        turn = lane.steps[0].plan.turn + lane.layer
-        if request.turn != turn:
-            raise WorkerError(
-                self._control.name,
-                f"a request of {door.channel.name} is for attention {request.turn} of lane {lane.number}, whose next "
-                f"is {turn}",
-            )
-        lane.door = door
-        self._receive(lane, door, request)
+        self._receive(self._serving.admit(door, request), door, request)
 
     def _leave(self, door: Door) -> bool:
         """Return whether the host must not serve the message at this door: the device does, or its plan is missing."""

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -390,6 +390,10 @@ class Links:
     def leases(self, name: str) -> tuple[Lease, Lease]:
         """Return the linked peer's lease of this arena, and this worker's lease of the peer's arena."""
         return self._leases[name], self._links[name].lease
+
+    def leases_of(self, names: Iterable[str]) -> dict[str, tuple[Lease, Lease]]:
+        """Return ``leases`` of those of these workers that are linked."""
+        return {name: self.leases(name) for name in names if self.has(name)}
 
     def outbox(self, name: str, slot: Slot) -> Outbox:
         """Return the sender for a slot in a linked peer's arena."""
