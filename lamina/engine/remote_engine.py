@@ -220,18 +220,11 @@ class RemoteEngine:
 
         Raises DeadlineError if the engine does not answer.
         """
-        reply: concurrent.futures.Future[EngineStats] = concurrent.futures.Future()
-        with self._lock:
-            if self.dead is not None:
-                return dataclasses.replace(self._last, running=0, waiting=0, dead=self.dead)
-            number = next(self._numbers)
-            self._replies[number] = reply
-            self._requests.send(self._encoder.encode(GetStats(number)))
-        try:
-            self._last = self._wait(number, reply, STATS_TIMEOUT_S)
-        except EngineDeadError:
-            return self.stats()
-        return self._last
+        found: EngineStats | None = self._ask(GetStats)
+        if found is None:
+            return dataclasses.replace(self._last, running=0, waiting=0, dead=self.dead)
+        self._last = found
+        return found
 
     def timeline(self) -> dict[str, list[Span]]:
         """Return what workers did of late, as ``Engine.timeline`` does. Raises DeadlineError."""
@@ -254,7 +247,8 @@ class RemoteEngine:
             self._requests.send(self._encoder.encode(question(number)))
         with contextlib.suppress(EngineDeadError):
             return self._wait(number, reply, STATS_TIMEOUT_S)
-        return None
+        except EngineDeadError:
+            return self._ask(question)
 
     def scale(
         self, *, compute: int | str = 0, memory: int | str = 0, prefill: int | str = 0
