@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lamina.kernels.gpu.device import Gpu
+from lamina.transport.rdma.ports import read_text
 
 SYS = Path("/sys")
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -145,10 +146,10 @@ def _common(one: Sequence[str], other: Sequence[str]) -> list[str]:
 
 
 def _node(folder: Path) -> NumaNode:
-    found = re.search(r"MemTotal:\s*(\d+) kB", _read_text(folder / "meminfo"))
+    found = re.search(r"MemTotal:\s*(\d+) kB", read_text(folder / "meminfo"))
     return NumaNode(
         int(folder.name.removeprefix("node")),
-        _cores(_read_text(folder / "cpulist")),
+        _cores(read_text(folder / "cpulist")),
         int(found[1]) * 1024 if found else 0,
     )
 
@@ -174,7 +175,7 @@ def _nics(sys: Path) -> list[Card]:
             if (folder / "device").exists():
                 place = (folder / "device").resolve()
                 names.setdefault(place, []).append(folder.name)
-                speed = _read_text(folder / "speed")
+                speed = read_text(folder / "speed")
                 speeds[place] = max(speeds.get(place, 0), int(speed) if speed.isdecimal() else 0)
     return [
         _card(f"{first} ({', '.join(others)})" if others else first, _speed(speeds[place]), place)
@@ -195,16 +196,8 @@ def _card(name: str, about: str, place: Path | None) -> Card:
     if not addresses:
         return Card(name, about, "", (), -1)
     device = Path(*parts[: parts.index(addresses[-1]) + 1])
-    number = _read_text(device / "numa_node")
+    number = read_text(device / "numa_node")
     return Card(name, about, addresses[-1], tuple(buses[:-1]), int(number) if number else -1)
-
-
-def _read_text(file: Path) -> str:
-    """Return the file's text; empty if it does not exist or cannot be read (some sysfs entries give EINVAL)."""
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""
 
 
 def near_cores(locality: Locality, device: str, available: frozenset[int]) -> frozenset[int]:

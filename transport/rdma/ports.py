@@ -70,7 +70,7 @@ def own_numa_node(cores: AbstractSet[int], nodes: Path = NODES) -> int:
     """Return the NUMA node that all of a process's cores belong to; -1 if they span several or the kernel reports
     none."""
     for node in nodes.glob("node[0-9]*"):
-        ranges = [part.partition("-") for part in _read(node / "cpulist").split(",") if part]
+        ranges = [part.partition("-") for part in read_text(node / "cpulist").split(",") if part]
         if cores <= {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}:
             return int(node.name.removeprefix("node"))
     return -1
@@ -130,25 +130,25 @@ def _describe(port: Port, gid: Gid) -> str:
 
 
 def _read_port(device: Path, port: Path) -> Port:
-    numa_node = _read(device / "device" / "numa_node")
+    numa_node = read_text(device / "device" / "numa_node")
     return Port(
         device=device.name,
         number=int(port.name),
-        active=_read(port / "state").startswith("4:"),
-        link_layer=_read(port / "link_layer"),
-        gigabits_per_s=float((_read(port / "rate") or "0").split()[0]),
+        active=read_text(port / "state").startswith("4:"),
+        link_layer=read_text(port / "link_layer"),
+        gigabits_per_s=float((read_text(port / "rate") or "0").split()[0]),
         numa_node=int(numa_node) if numa_node else -1,
-        lid=int(_read(port / "lid") or "0", 0),
+        lid=int(read_text(port / "lid") or "0", 0),
         gids=tuple(
             Gid(int(gid.name), kind, address)
             for gid in sorted((port / "gids").glob("*"), key=lambda path: int(path.name))
-            if (address := ipaddress.IPv6Address(_read(gid) or "::")) != ipaddress.IPv6Address("::")
-            if (kind := _read(port / "gid_attrs" / "types" / gid.name))
+            if (address := ipaddress.IPv6Address(read_text(gid) or "::")) != ipaddress.IPv6Address("::")
+            if (kind := read_text(port / "gid_attrs" / "types" / gid.name))
         ),
     )
 
 
-def _read(file: Path) -> str:
+def read_text(file: Path) -> str:
     """Return the file's text; empty if it does not exist or cannot be read (the kernel reports empty entries as
     EINVAL)."""
     try:
