@@ -43,7 +43,7 @@ from lamina.schedule.moves import Moves
 from lamina.schedule.pace import LEARN, Pace
 from lamina.schedule.policy import FIFO, Policy, rank_of
 from lamina.schedule.recall import Recall
-from lamina.schedule.scratch import Room, Rooms
+from lamina.schedule.scratch import Rooms
 from lamina.schedule.suspects import Hold, Holding
 
 
@@ -125,17 +125,15 @@ class Scheduler:
         policy = self._policy
         prompts = PromptBatch(policy.first_share, None if policy.fair else functools.partial(rank_of, policy))
         allowance = self.limits.max_num_batched_tokens
-        pace, role = self._pace_of(number), self._role(number)
-        scratch = self._scratch_of(number)
-        return Lane(self.placement.longest, number, pace, role, scratch, allowance=allowance, prompts=prompts)
+        lane = Lane(self.placement.longest, number, allowance=allowance, prompts=prompts)
+        self._assign_replica(lane)
+        return lane
 
-    def _scratch_of(self, lane: int) -> Room:
-        """Return the scratch memory for the prompts of a lane."""
-        return self.scratch.of_lane(lane, self.rotates)
-
-    def _pace_of(self, lane: int) -> Pace | None:
-        """Return the pace of a lane; None for a prefill lane, in which no sequence decodes."""
-        return None if self._role(lane) == "prefill" else self._pace
+    def _assign_replica(self, lane: Lane) -> None:
+        """Set what a lane has from the replica that runs it."""
+        lane.role = self._role(lane.number)
+        lane.pace = None if lane.role == "prefill" else self._pace  # no sequence decodes in a prefill lane
+        lane.scratch = self.scratch.of_lane(lane.number, self.rotates)
 
     # -- what there is -------------------------------------------------------------------------------------------
 
@@ -375,8 +373,7 @@ class Scheduler:
         """Deal all requests out again, while no step is in flight."""
         self._deals_again = False
         for own in self._lanes:
-            own.role, own.pace = self._role(own.number), self._pace_of(own.number)
-            own.scratch = self._scratch_of(own.number)
+            self._assign_replica(own)
         self._dealer.deal_again(self._role, self._holding.may_run)
         self.scratch.on_dealt(lambda group: self._lanes[group.lane].scratch)
         self.moves.restart()
