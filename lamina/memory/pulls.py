@@ -20,11 +20,9 @@ from lamina.dataplane.leases import ArenaPlan
 from lamina.dataplane.wire import pulled_pieces
 from lamina.memory.store import KvStore, StepTables
 from lamina.transport.base import Arena, Target
+from lamina.transport.endpoint import Wait
 
 MOST_IN_A_ROW = 4  # requests served in a row while other work waits
-
-Wait = Callable[[Sequence[Target], float], int]
-"""Waits for messages, with the arguments and result of ``Endpoint.wait``."""
 
 
 class GapWork(Protocol):

@@ -9,7 +9,6 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import psutil
@@ -20,6 +19,7 @@ from lamina.core import __version__
 from lamina.core.errors import UserError
 from lamina.output import start_logging
 from lamina.transport.shm import host
+from lamina.worker.loop import WorkerLoop
 
 
 def exit_with(pid: int) -> None:
@@ -71,14 +71,7 @@ def inspection(device: str, gpu_memory: Callable[[str], tuple[int, int]]) -> Ins
     return inspect
 
 
-class Worker(Protocol):
-    """What a worker process runs."""
-
-    def run(self) -> None:
-        """Serve until the engine sends ``Stop``."""
-
-
-Build = Callable[[ControlClient, contextlib.ExitStack], Worker]
+Build = Callable[[ControlClient, contextlib.ExitStack], WorkerLoop]
 """Sets up the worker with the engine and returns the worker.
 
 Resources to release at the end are pushed onto the stack, which is closed after a failure has been reported.

@@ -63,7 +63,7 @@ class Process:
         self._processes.server.on_connected(self.name)
         serve(self.client, self._build)
 
-    def _build(self, control: ControlClient, resources: contextlib.ExitStack) -> Worker:
+    def _build(self, control: ControlClient, resources: contextlib.ExitStack) -> WorkerLoop:
         if self.role == "compute":
             model = partial(load, on_slice=self._run_slice)
             self.worker = compute.build(control, resources, model, self._open)
