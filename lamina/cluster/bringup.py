@@ -252,7 +252,6 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
 
 
 def _connect(control: ControlServer, gather: Gather, fabric: Fabric, topology: Topology) -> None:
-    """Link all members with each other."""
     plan, members = fabric.plan, topology.members
     names, memories = [member.name for member in members], set(topology.memories)
     for role in ("compute", "memory"):

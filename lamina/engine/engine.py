@@ -137,7 +137,7 @@ class Engine:
         self._tracked: dict[str, TrackedRequest] = {}  # from submission to the terminal state
         self._places = Places(MAX_WAITING + limits.max_sequences)
         self._dead: str | None = None
-        self.after_turn: Callable[[], None] = _nothing
+        self.after_turn: Callable[[], None] = lambda: None
         self._thread = thread(self._run)
         self._thread.start()
 
@@ -289,7 +289,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return counters as of now."""
         with self._lock:
-            known, dead = len(self._tracked), self._ended
+            known, dead = len(self._tracked), self.dead
         running = self._scheduler.running
         if dead is not None:
             known = running = 0
@@ -312,7 +312,7 @@ class Engine:
         Spans are recorded only while this is called repeatedly, so that the first call returns nothing.
         """
         with self._lock:
-            if self._ended is not None:
+            if self.dead is not None:
                 return {}
             self._commands.append(lambda: self._live.request_windows(self.topology))
         self._control.wake()
@@ -337,19 +337,14 @@ class Engine:
 
     @property
     def dead(self) -> str | None:
-        """Why this engine has stopped; None while it runs."""
-        return self._ended
-
-    @property
-    def _ended(self) -> str | None:
-        """Why this engine replies no more; None while it does. In a forked process, the engine's thread is missing."""
+        """Why this engine has stopped; None while it runs. In a forked process, the engine's thread is missing."""
         if self._dead is None and not self._thread.is_alive():
             return f"process {os.getpid()} does not run its thread; a fork of a process cannot use its engine"
         return self._dead
 
     def _require_alive(self) -> None:
-        if self._ended is not None:
-            raise EngineDeadError(f"the engine has stopped: {self._ended}. Start a new one")
+        if self.dead is not None:
+            raise EngineDeadError(f"the engine has stopped: {self.dead}. Start a new one")
 
     def _die(self, reason: str) -> None:
         with self._lock:
@@ -551,10 +546,6 @@ class Engine:
         if self._on_trace:
             spans = collect_spans(self._control, self._workers, told, fabric)
             hand_over({"engine": list(self._timeline.spans), **spans}, self._on_trace)
-
-
-def _nothing() -> None:
-    """Do nothing: the default of ``Engine.after_turn``."""
 
 
 def _too_long(group: Group, topology: Topology) -> str:

@@ -41,10 +41,9 @@ from lamina.control.frontend_messages import (
 from lamina.core.errors import LaminaError, TransportError
 from lamina.core.outputs import FinishReason
 from lamina.engine.engine import Engine
-from lamina.engine.live_timeline import TimelineOf
 from lamina.engine.lives import LivesOf
-from lamina.engine.timelines import TimelineOf
 from lamina.engine.stats import StatsOf
+from lamina.engine.timelines import TimelineOf
 from lamina.engine.updates import OnToken, OnTokens, TokenUpdate
 
 log = logging.getLogger(__name__)
@@ -184,7 +183,7 @@ class Frontends:
 
     def close(self) -> None:
         """Close the sockets. The engine must have stopped, or have no requests of frontends."""
-        self._engine.after_turn = _nothing
+        self._engine.after_turn = lambda: None
         self._closed.set()
         self._thread.join(CLOSE_TIMEOUT_S)
         with self._lock:
@@ -359,7 +358,6 @@ class Frontends:
         return receive, receive_plain
 
     def _flush(self) -> None:
-        """Send this turn's new tokens to all frontends."""
         for member in list(self._members.values()):
             if member.news or member.plain:
                 batch, member.news, member.plain = AnswerBatch(member.news, member.plain), [], []
@@ -396,7 +394,3 @@ class Frontends:
     def _lose(self, member: _Member, why: str) -> None:
         member.lost = why
         self._on_lost(member.name, why)
-
-
-def _nothing() -> None:
-    """Receive the updates of a request whose frontend is lost."""

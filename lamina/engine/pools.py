@@ -392,7 +392,6 @@ class Pools:
             self._note(name)
 
     def _turn_role(self, name: str, following: Topology) -> None:
-        """Change the role of the replica of ``name``."""
         replica = self.topology.whole_replicas([name])
         self.topology = following
         self._adopt(following)

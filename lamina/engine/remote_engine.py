@@ -52,11 +52,10 @@ from lamina.core.errors import (
 )
 from lamina.core.outputs import FinishReason
 from lamina.core.types import NOBODY, Client, Request
-from lamina.engine.live_timeline import TimelineOf
 from lamina.engine.lives import Life, LivesOf
 from lamina.engine.stats import EngineStats, StatsOf
-from lamina.engine.timelines import TimelineOf
 from lamina.engine.streams import Submission
+from lamina.engine.timelines import TimelineOf
 from lamina.engine.updates import Reading, TokenUpdate, as_run
 from lamina.models.directory import Defaults
 from lamina.text.grammars import require_grammar
@@ -237,7 +236,8 @@ class RemoteEngine:
         return found or []
 
     def _ask(self, question: Callable[[int], msgspec.Struct]) -> Any:
-        """Return the engine's answer to a question; None if it has stopped. ``question``: makes it, of its number."""
+        """Return the answer of the engine, or of its successor; None if it has stopped. ``question``: makes it, of its
+        number."""
         reply: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self._lock:
             if self.dead is not None:
@@ -245,7 +245,7 @@ class RemoteEngine:
             number = next(self._numbers)
             self._replies[number] = reply
             self._requests.send(self._encoder.encode(question(number)))
-        with contextlib.suppress(EngineDeadError):
+        try:
             return self._wait(number, reply, STATS_TIMEOUT_S)
         except EngineDeadError:
             return self._ask(question)

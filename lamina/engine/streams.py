@@ -250,7 +250,7 @@ class AsyncOutputs(AsyncIterator[Update]):
         self._arrived = asyncio.Event()
         self._timer = self._loop.call_later(WATCH_S, self._watch)
         self._ready: list[Update] = []
-        self.push: Callable[[], bool] = _nothing_pushed
+        self.push: Callable[[], bool] = lambda: False
         self._waits = False
         self._failure: Exception | None = None  # of ``push``
         self._requests = _Requests(engine, request_id, self._wake, client, most_unread)
@@ -326,8 +326,3 @@ class AsyncOutputs(AsyncIterator[Update]):
         except Exception as error:  # the reader raises it
             self._failure = error
             return False
-
-
-def _nothing_pushed() -> bool:
-    """Leave all updates to the reader: the default of ``AsyncOutputs.push``."""
-    return False

@@ -380,7 +380,6 @@ class Admissions:
         return self._may_pass
 
     def _skip(self, group: Group) -> None:
-        """Move a request from the queue to the end of the skipped ones."""
         self._queue.pop(group)
         self._skipped[group] = self._steps
 
