@@ -26,6 +26,9 @@ MOST_BUSY = 0.9
 OUTPUT = 256
 """Most output tokens of a request; short ones generate half of their context. The papers do not say."""
 
+OWN = 0.01
+"""Share of an engine's blocks that it neither lends nor fills with new requests."""
+
 LOOK_S = 1.0
 """Seconds between looks of a policy."""
 
@@ -42,15 +45,24 @@ class Lender(Instance):
     """
 
     def __init__(self, cost: CostModel, tensor_parallel: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        super().__init__(cost, tensor_parallel, max_num_seqs, max_num_batched_tokens, chunked=False)
+        sizes = tensor_parallel, max_num_seqs, max_num_batched_tokens
+        super().__init__(cost, *sizes, chunked=False, prefix_cache=False)
         self.others: list[Lender] = []
         self.away: dict[Running, Counter[Lender]] = {}
         self.step_s = 0.0
         self.stuck: Running | None = None
 
+    @property
+    def own(self) -> int:
+        """Blocks that stay free when a request is admitted or another engine borrows."""
+        return int(OWN * self.blocks)
+
+    def has_room(self, tokens: int, held: int = 0) -> bool:
+        return super().has_room(tokens + BLOCK * self.own, held)
+
     def could_hold(self, tokens: int) -> bool:
-        """Whether a request fits all engines together, each of which keeps its watermark."""
-        return blocks_of(tokens) <= sum(one.blocks - one._watermark for one in (self, *self.others))
+        """Whether a request fits all engines together, each of which keeps its own share of blocks."""
+        return blocks_of(tokens) <= sum(one.blocks - one.own for one in (self, *self.others))
 
     @property
     def left(self) -> int:
@@ -60,7 +72,7 @@ class Lender(Instance):
     @property
     def spare(self) -> int:
         """Blocks that others may borrow."""
-        return max(0, self.free - self._watermark)
+        return max(0, self.free - self.own)
 
     def grow(self, sequence: Running, blocks: int) -> None:
         """Allocate own blocks first, then blocks of the engines with most spare blocks."""

@@ -1,9 +1,9 @@
 """Simulates one engine of the baselines: a copy of the weights with a paged KV cache and continuous batching.
 
-As in vLLM, KV is allocated in blocks of 16 tokens as needed; when no block is left, the latest sequence is preempted
-and recomputed later. Two policies: whole prompts first while decoding waits (``chunked`` False); or decoding first,
-with chunks of prompts filling the rest of each step (Sarathi-Serve). Prompts whose content is known share the KV of
-equal prefixes.
+As in vLLM, KV is allocated in blocks of 16 tokens as needed. When no block is left, the latest sequence is preempted
+and recomputed later, but for its blocks that were not used meanwhile; such a step admits nobody. Two policies: whole
+prompts first while decoding waits (``chunked`` False); or decoding first, with chunks of prompts filling the rest of
+each step (Sarathi-Serve). Prompts whose content is known share the KV of equal prefixes.
 """
 
 import bisect
@@ -125,7 +125,53 @@ class Prefixes:
             self.idle -= blocks
 
 
-WATERMARK = 0.01  # share of the blocks that stays free when a request is admitted
+@dataclass(slots=True)
+class _Run:
+    blocks: int
+    kept: bool = False
+
+
+class FreeBlocks:
+    """Free blocks of an engine in the order in which they are used again: those freed first, as in vLLM.
+
+    A preempted request that is admitted again finds the KV in its blocks that were not used meanwhile. These are its
+    first ones, since a request's last block is freed first.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self._runs = collections.deque([_Run(blocks)])
+        self._kept: dict[Running, _Run] = {}
+
+    def add(self, blocks: int) -> None:
+        """Add blocks that were freed."""
+        if self._runs and not self._runs[-1].kept:
+            self._runs[-1].blocks += blocks
+        else:
+            self._runs.append(_Run(blocks))
+
+    def keep(self, owner: "Running", blocks: int) -> None:
+        """Remember that the last ``blocks`` blocks that were added are the first of a preempted request."""
+        self._runs[-1].blocks -= blocks
+        self._kept[owner] = _Run(blocks, kept=True)
+        self._runs.append(self._kept[owner])
+
+    def use(self, blocks: int) -> None:
+        """Use ``blocks`` blocks, which must be free."""
+        while blocks:
+            first = self._runs[0]
+            used = min(blocks, first.blocks)
+            first.blocks -= used
+            blocks -= used
+            if not first.blocks:
+                self._runs.popleft()
+
+    def reclaim(self, owner: "Running") -> int:
+        """Use the blocks of a preempted request that are left; return their number."""
+        run = self._kept.pop(owner, None)
+        if run is None:
+            return 0
+        left, run.blocks = run.blocks, 0
+        return left
 
 
 class Running:
@@ -203,11 +249,14 @@ class Instance:
         max_num_batched_tokens: int,
         chunked: bool,
         engine: Engine = NO_OVERHEAD,
+        prefix_cache: bool = True,
     ) -> None:
         shape = cost.shape
         free = tensor_parallel * (cost.usable_bytes - engine.reserved(max_num_batched_tokens)) - shape.weight_bytes
         self.blocks = int(free / shape.kv_bytes_per_token) // BLOCK
         self.free = self.blocks
+        self._order = FreeBlocks(self.blocks)
+        self._prefix_cache = prefix_cache
         self.prefixes = Prefixes()
         self.waiting: collections.deque[Running] = collections.deque()
         self.late: list[Running] = []
@@ -230,12 +279,12 @@ class Instance:
 
     def could_hold(self, tokens: int) -> bool:
         """Return whether a request of ``tokens`` fits an empty instance."""
-        return blocks_of(tokens) <= self.blocks - self._watermark
+        return blocks_of(tokens) <= self.blocks
 
     def has_room(self, tokens: int, held: int = 0) -> bool:
         """Return whether a request of ``tokens`` could be admitted now. ``held``: blocks that others hold already."""
         seats = len(self.running) + len(self.coming) < self._seats
-        return seats and blocks_of(tokens) - held <= self.left - self._watermark
+        return seats and blocks_of(tokens) - held <= self.left
 
     def cached_prefix(self, sequence: Running) -> list[int]:
         """Return keys of a waiting request's longest cached prefix; its last token is always computed."""
@@ -246,10 +295,6 @@ class Instance:
         """Number of blocks that running sequences may still allocate."""
         return self.free
 
-    @property
-    def _watermark(self) -> int:
-        return int(self.blocks * WATERMARK)
-
     def allocate(self, sequence: Running) -> None:
         """Allocate blocks for the cached or target tokens of a sequence, which must be free."""
         self.grow(sequence, blocks_of(max(sequence.cached, sequence.target)) - sequence.blocks)
@@ -257,8 +302,12 @@ class Instance:
     def grow(self, sequence: Running, blocks: int) -> None:
         """Allocate ``blocks`` more blocks for a sequence, which must be free."""
         sequence.blocks += blocks
-        self.free -= blocks
+        self._use(blocks)
         self.prefixes.evict(self.free)
+
+    def _use(self, blocks: int) -> None:
+        self.free -= blocks
+        self._order.use(blocks)
 
     def free_blocks(self, sequence: Running) -> None:
         """Free the blocks of a sequence."""
@@ -272,8 +321,9 @@ class Instance:
 
     def free_detached(self, blocks: int, shared: list[int]) -> None:
         """Free the blocks returned by ``detach_blocks``."""
-        own = blocks - self.prefixes.blocks(shared)
-        self.free += own + self.prefixes.release(shared)
+        freed = blocks - self.prefixes.blocks(shared) + self.prefixes.release(shared)
+        self.free += freed
+        self._order.add(freed)
 
     @property
     def queue(self) -> list[Running]:
@@ -293,8 +343,9 @@ class Instance:
 
     def _plan(self) -> Batch | None:
         if self._chunked:
+            preempted = self.preempted
             decoding = self._decoding()
-            batch = Batch(decoding, self._chunks(self._rows - len(decoding)))
+            batch = Batch(decoding, self._chunks(self._rows - len(decoding), admits=self.preempted == preempted))
         else:
             chunks = self._whole_prompts()
             batch = Batch([] if chunks else self._decoding(), chunks)
@@ -314,6 +365,8 @@ class Instance:
     def _preempt(self, victim: Running) -> None:
         self.running.remove(victim)
         self.free_blocks(victim)
+        if self._prefix_cache and not victim.content:
+            self._order.keep(victim, victim.cached // BLOCK)
         victim.cached, victim.target = 0, victim.prompt + victim.drawn
         self.waiting.appendleft(victim)
         self.preempted += 1
@@ -335,10 +388,10 @@ class Instance:
             self.waiting[0].target, self.prefixes.held(self.cached_prefix(self.waiting[0]))
         )
 
-    def _chunks(self, budget: int) -> list[Chunk]:
+    def _chunks(self, budget: int, admits: bool) -> list[Chunk]:
         chunks: list[Chunk] = []
         begun = [sequence for sequence in self.running if sequence.cached < sequence.target]
-        while budget > 0 and (begun or self._next_has_room()):
+        while budget > 0 and (begun or (admits and self._next_has_room())):
             sequence = begun.pop(0) if begun else self._admit()
             length = min(budget, sequence.target - sequence.cached)
             chunks.append(Chunk(sequence, sequence.cached, length))
@@ -348,11 +401,13 @@ class Instance:
     def _admit(self) -> Running:
         sequence = self.waiting.popleft()
         sequence.shared = self.cached_prefix(sequence)
-        sequence.blocks = self.prefixes.blocks(sequence.shared)
+        kept = self._order.reclaim(sequence)
+        self.free -= kept
+        self._use(self.prefixes.acquire(sequence.shared))
+        sequence.blocks = self.prefixes.blocks(sequence.shared) + kept
         sequence.cached = BLOCK * sequence.blocks
-        self.free -= self.prefixes.acquire(sequence.shared)
         self.prefixes.queried += sequence.target if sequence.content else 0
-        self.prefixes.hit += sequence.cached
+        self.prefixes.hit += sequence.cached if sequence.content else 0
         self.allocate(sequence)
         self.running.append(sequence)
         return sequence

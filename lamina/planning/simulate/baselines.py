@@ -84,6 +84,7 @@ class BaselineSimulation:
                 deployment.max_num_batched_tokens,
                 chunked,
                 deployment.engine,
+                deployment.prefix_cache,
             )
             for _ in range(count)
         ]
