@@ -348,17 +348,20 @@ class CostModel:
         seconds = self._attend_chunk(chunk, prefix, tensor_parallel)
         if not self.shape.windowed:
             return seconds
-        own, window = np.asarray(chunk, dtype=np.float64), self.shape.window
-        parts = np.maximum(1.0, own / window)  # a long chunk is modelled as consecutive chunks of a window's length
-        near = parts * self._attend_chunk(own / parts, np.minimum(prefix, window), tensor_parallel)
+        near = self._attend_chunk(chunk, prefix, tensor_parallel, self.shape.window)
         return self._mean_of_layers(seconds, np.minimum(seconds, near))
 
-    def _attend_chunk(self, chunk: ArrayLike, prefix: ArrayLike, tensor_parallel: int) -> Floats:
-        shape = self.shape
+    def _attend_chunk(
+        self, chunk: ArrayLike, prefix: ArrayLike, tensor_parallel: int, window: float = np.inf
+    ) -> Floats:
+        shape, own = self.shape, np.asarray(chunk, dtype=np.float64)
         heads = shape.query_heads / tensor_parallel, shape.kv_heads / tensor_parallel
-        if (measured := self.fits.runtime.chunks) is not None:
-            return measured.predict_chunk(chunk, prefix, heads[0], shape.head_size)
-        return self.fits.prefill.predict_prefill(self.hardware, shape.dtype, chunk, prefix, *heads, shape.head_size)
+        if (measured := self.fits.runtime.chunks) is not None:  # a long chunk as chunks of a window's length
+            parts = np.maximum(1.0, own / window)
+            return parts * measured.predict_chunk(own / parts, np.minimum(prefix, window), heads[0], shape.head_size)
+        return self.fits.prefill.predict_prefill(
+            self.hardware, shape.dtype, own, prefix, *heads, shape.head_size, window=window
+        )
 
     def prefix_attention_seconds(self, chunk: ArrayLike, prefix: ArrayLike) -> Floats:
         """Return seconds of one layer's attention of ``chunk`` rows to ``prefix`` cached tokens alone, on one

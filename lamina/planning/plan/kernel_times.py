@@ -204,18 +204,21 @@ class PrefillAttentionFit:
         kv_heads: ArrayLike,
         head_size: int,
         batch: ArrayLike = 1,
+        window: float = np.inf,
     ) -> Floats:
         """Return seconds of ``batch`` chunks, each after ``prefix`` cached tokens.
 
-        Not fitted with a prefix: its keys are assumed to be divided evenly over the processors.
+        Not fitted with a prefix, whose keys are assumed to be divided evenly over the processors, nor with a window: a
+        tile attends to the keys in the windows of its rows.
         """
         own, before = np.asarray(chunk, dtype=np.float64), np.asarray(prefix, dtype=np.float64)
         queries, kept, many = (np.asarray(part, dtype=np.float64) for part in (query_heads, kv_heads, batch))
         rows = np.ceil(own / TILE) * TILE
         rate = self.share * hardware.flops[dtype]
-        flops = 4 * many * queries * head_size * rows * (before + (rows + TILE) / 2)
-        moved = 2 * many * head_size * (queries * own + kept * (own + before)) * dtype.itemsize
-        last_tile = 4 * TILE * head_size * own / (rate / hardware.processors)
+        seen = np.minimum(before + (rows + TILE) / 2, window + TILE)
+        flops = 4 * many * queries * head_size * rows * seen
+        moved = 2 * many * head_size * (queries * own + kept * (own + np.minimum(before, window))) * dtype.itemsize
+        last_tile = 4 * TILE * head_size * np.minimum(own, window + TILE) / (rate / hardware.processors)
         return np.asarray(
             self.fixed_s + flops / rate + moved / (self.memory_share * hardware.memory_bytes_s) + self.tail * last_tile
         )

@@ -159,3 +159,16 @@ def test_windows_bound_what_is_attended_to() -> None:
     assert float(near.attention_seconds(64 * 4096, 64)) < 0.7 * float(all_tokens.attention_seconds(64 * 4096, 64))
     assert near.attention_seconds(64 * 100, 64) == pytest.approx(all_tokens.attention_seconds(64 * 100, 64))
     assert 0 < float(near.chunk_attention_seconds(2048, 8192)) < float(all_tokens.chunk_attention_seconds(2048, 8192))
+
+
+@pytest.mark.parametrize(("tokens", "measured_us"), [(2048, 52), (4096, 100), (8192, 185)])
+def test_a_chunk_with_a_window_attends_to_its_window(tokens: int, measured_us: float) -> None:
+    """Layers of gpt-oss on an H200 with vLLM 0.24 (AIConfigurator); nothing is fitted to them: within a factor of 2."""
+    device = hardware.load()["h200"]
+    sizes = DType.BFLOAT16, tokens, 0, 64, 8, 64
+    fit = Fits.load(device).prefill
+    near, full = (float(fit.predict_prefill(device, *sizes, window=window)) for window in (128, tokens))
+    assert full == float(fit.predict_prefill(device, *sizes))
+    assert measured_us / 2 < near * 1e6 < 1.2 * measured_us and near < full
+    twice = float(fit.predict_prefill(device, DType.BFLOAT16, 2 * tokens, *sizes[2:], window=128))
+    assert 1.5 * near < twice < 2 * near
