@@ -3,7 +3,8 @@
     python -m bench.cost.fit bench/cost/measurements
 
 fits every part to the files named in ``parts`` and rewrites ``fits.json`` in the package (``--output FILE``: another
-file). Needs scipy. The directory's other files are test data (``bench.cost.validate``) and are never read here.
+file); experts have a command of their own, ``bench.cost.fit_experts``. Needs scipy. The directory's other files are
+test data (``bench.cost.validate``) and are never read here.
 ``--cross-validate`` writes nothing: it fits parts without some of the data, or to one device, and prints the errors on
 the data left out.
 
@@ -39,7 +40,7 @@ from bench.cost.transfers import TransferFit
 from lamina.core.types import DType
 from lamina.planning.plan import hardware
 from lamina.planning.plan.cost import GEMMS, POINTWISE, CostModel, Fits, PointwiseFit
-from lamina.planning.plan.fit_store import PACKAGED, Fit
+from lamina.planning.plan.fit_store import PACKAGED, Fit, packaged_fits
 from lamina.planning.plan.kernel_times import (
     CUSTOM_BYTES,
     DecodeAttentionFit,
@@ -108,6 +109,9 @@ START_TRANSFER = TransferFit(latency_s=1e-5, link_share=0.7)
 CEILINGS = dict.fromkeys(("share", "memory_share", "quantisation", "link_share"), 1.0) | {"sharing": 3.0}
 """Upper bounds of parameters that are shares of a limit. Pointwise operators have none: small ones hit the cache."""
 
+FLOORS = {"overlap": 1.0}
+"""Lower bounds: times that do not overlap add up."""
+
 STARTS = 4
 """Number of starting points, sampled around the first with a fixed seed; the best fit is kept."""
 
@@ -154,7 +158,8 @@ def fit_part(part: Part, starts: int = STARTS) -> Any:
 
     first = np.log([initial[name] for name in free])
     highest = np.array([np.log(CEILINGS[key]) if key in CEILINGS else np.inf for key in free])
-    lowest, highest = first - np.log(100), np.minimum(highest, first + np.log(100))
+    floors = np.array([np.log(FLOORS.get(key, 1e-300)) for key in free])
+    lowest, highest = np.maximum(first - np.log(100), floors), np.minimum(highest, first + np.log(100))
     draw = np.random.default_rng(0)
     firsts = [first, *(first + draw.normal(0, 0.3, len(first)) for _ in range(starts - 1))]
     found = [
@@ -190,7 +195,7 @@ def operators(series: list[Series], name: str, start: Any, kind: str = KIND) -> 
         start=start,
         predict=predict,
         seconds=np.concatenate([one.seconds for one in series]),
-        weights=_by_band(np.concatenate([one.sizes for one in series])),
+        weights=by_band(np.concatenate([one.sizes for one in series])),
     )
 
 
@@ -200,7 +205,7 @@ def _only(name: str, fitted: Any) -> Fits:
     return Fits(**parts)
 
 
-def _by_band(rows: Floats) -> Floats:
+def by_band(rows: Floats) -> Floats:
     band = np.searchsorted(ROW_BANDS, rows, side="right")
     return np.asarray(np.sqrt(len(rows) / len(ROW_BANDS) / np.bincount(band)[band]))
 
@@ -226,7 +231,7 @@ def with_layers(part: Part, products: list[Series], others: list[Series], pointw
         return np.concatenate([single, sums, (np.bincount(band, weights=sums / whole) / members)[:DECODING]])
 
     assert part.weights is not None
-    of_sums = len(products) * _by_band(first.sizes)
+    of_sums = len(products) * by_band(first.sizes)
     of_means = np.full(DECODING, len(products) * np.sqrt(len(whole) / len(members)))
     return replace(
         part,
@@ -251,7 +256,7 @@ def products(times: Products, kind: str, dtype: str) -> Part:
         start=replace(START_GEMM, cast_share=CAST[dtype]),
         predict=lambda fitted: gemm_seconds(fitted, device, *sizes, DType.BFLOAT16, dtype == "fp8"),
         seconds=times.seconds,
-        weights=_by_band(times.rows),
+        weights=by_band(times.rows),
     )
 
 
@@ -352,11 +357,19 @@ _DEVICES = (("a100", KIND), ("h100", HOPPER), ("l40s", ADA))
 
 
 def fit_all(directory: Path) -> Iterator[Fit]:
-    for part in parts(directory):
-        fitted = fit_part(part)
-        errors = np.abs(part.errors(fitted))
-        median, p95 = float(np.median(errors)), float(np.quantile(errors, 0.95))
-        yield Fit(part.name, part.kind, part.source, asdict(fitted), median, p95)
+    yield from (fit_of(part, fit_part(part)) for part in parts(directory))
+
+
+def fit_of(part: Part, fitted: Any) -> Fit:
+    """Return the fit to store."""
+    errors = np.abs(part.errors(fitted))
+    median, p95 = float(np.median(errors)), float(np.quantile(errors, 0.95))
+    return Fit(part.name, part.kind, part.source, asdict(fitted), median, p95)
+
+
+def others_of(names: set[str]) -> list[Fit]:
+    """Return the package's fits with other names."""
+    return [fit for fit in packaged_fits() if fit.name not in names]
 
 
 def cross_validate(directory: Path) -> Iterator[tuple[str, Floats]]:
@@ -457,16 +470,17 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.cross_validate:
         for title, errors in cross_validate(arguments.measurements):
-            print(f"{title}: {_summary(errors)}", flush=True)
+            print(f"{title}: {summary(errors)}", flush=True)
         return
     fitted = list(fit_all(arguments.measurements))
-    write_fits(fitted, arguments.output)
+    write_fits([*fitted, *others_of({fit.name for fit in fitted})], arguments.output)
     for fit in fitted:
         print(f"{fit.name}, {fit.kind}: median {fit.median_error:.2%}, 95th percentile {fit.p95_error:.2%}")
         print("  " + ", ".join(f"{name} {value:.4g}" for name, value in fit.parameters.items()))
 
 
-def _summary(errors: Floats) -> str:
+def summary(errors: Floats) -> str:
+    """Return the median, 95th percentile and bias of errors."""
     absolute = np.abs(errors)
     return (
         f"median {np.median(absolute):.1%}, 95th percentile {np.quantile(absolute, 0.95):.1%}, "

@@ -60,6 +60,9 @@ INFERENCEX = Load(0.8, 0.8, 8192)
 lengths of 0.8 to 1 times the stated ones, 10 requests for each at once, and steps of 8,192 tokens
 (github.com/SemiAnalysisAI/InferenceX, gptoss_fp4_h200.sh and benchmark_serving.py)."""
 
+MARLIN = replace(VLLM, marlin=True)
+"""vLLM as InferenceX's script starts it, with VLLM_MXFP4_USE_MARLIN."""
+
 TRAIN = Load(1.0, 0.99, None)
 """The load of the Qwen3 file, of which nothing is known, chosen with its rows in sight: the time to a first token, over
 that of a prompt alone, depends on the concurrency, but neither on the length of prompts nor of outputs, as if requests
@@ -87,11 +90,17 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Trace:
-    """Single requests of a trace on one GPU."""
+    """Single requests of a trace on one GPU.
+
+    Attributes:
+        kv_tokens: Tokens of KV that the engine reported; None: as predicted. In a full GPU, one block more or less
+            decides which requests are preempted.
+    """
 
     file: str
     kind: str
     max_num_seqs: int
+    kv_tokens: int | None = None
     engine: Engine = VLLM
 
     def predict(self, engine: Engine, every: int) -> Iterator[Prediction]:
@@ -109,6 +118,9 @@ class Trace:
             max_num_seqs=self.max_num_seqs,
             engine=engine,
         )
+        if self.kv_tokens is not None:
+            reserve = _reserve(deployment, self.kv_tokens)
+            deployment = replace(deployment, engine=replace(engine, reserve_bytes=reserve, reserve_token_bytes=0.0))
         result = simulate(deployment, arrivals, System.CHUNKED_PREFILL)
         log, output = result.log, arrivals.output
         ttft = log.first_s - arrivals.arrival_s
@@ -181,6 +193,12 @@ class Cells:
         return simulate(deployment, arrivals, System.CHUNKED_PREFILL)
 
 
+def _reserve(deployment: Deployment, kv_tokens: int) -> float:
+    """Return the bytes that an engine reserves beside the weights and ``kv_tokens`` tokens of KV."""
+    shape = deployment.model
+    return deployment.compute_cost.usable_bytes - shape.weight_bytes - (kv_tokens + 0.5) * shape.kv_bytes_per_token
+
+
 def _rows(file: str) -> list[dict[str, str]]:
     with (MEASUREMENTS / file).open(newline="") as opened:
         return list(csv.DictReader(opened))
@@ -196,10 +214,10 @@ def _gpt_oss(precision: str) -> ModelShape:
 
 
 FILES: Sequence[Trace | Cells] = (
-    Trace("vllm_rtx4090_llama31_8b.csv", "rtx4090", 256),
+    Trace("vllm_rtx4090_llama31_8b.csv", "rtx4090", 256, kv_tokens=41_408),
     Trace("vllm_rtxpro6000_llama31_8b.csv", "rtxpro6000", 128),
     Cells("serving_h100_qwen3_32b_vllm.csv", "h100", _qwen3_32b, TRAIN, VLLM_012),
-    Cells("serving_h200_gpt_oss_120b_vllm.csv", "h200", _gpt_oss, INFERENCEX),
+    Cells("serving_h200_gpt_oss_120b_vllm.csv", "h200", _gpt_oss, INFERENCEX, MARLIN),
 )
 
 

@@ -7,7 +7,7 @@ one for each dimension of an attention kernel or all-reduce, whose elements have
 
 import csv
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from lamina.core.errors import ConfigError
 from lamina.core.types import DType
 from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.kernel_times import Floats, PrefillAttentionFit
-from lamina.planning.plan.model_shapes import ModelShape
+from lamina.planning.plan.model_shapes import Experts, ModelShape, WeightDType
 
 _SIZES = {
     "n_embd": "hidden",
@@ -72,6 +72,23 @@ class Products:
 
     def where(self, kept: NDArray[np.bool_]) -> "Products":
         return Products(self.file, *(own[kept] for own in (self.rows, self.columns, self.depth, self.seconds)))
+
+
+@dataclass(frozen=True)
+class ExpertTimes:
+    """Times of the experts of one layer with one kernel, element type and set of sizes: one element per measurement.
+
+    Attributes:
+        model: A model that has such experts.
+        tokens: Tokens of a step.
+        devices: Devices of the tensor-parallel group.
+        seconds: Measured times.
+    """
+
+    model: ModelShape
+    tokens: Floats
+    devices: int
+    seconds: Floats
 
 
 @dataclass(frozen=True)
@@ -139,6 +156,29 @@ def read_products(file: Path, dtype: str) -> Products:
     rows = [row for row in _rows(file, "dtype", "rows", "columns", "depth", "latency_ms") if row["dtype"] == dtype]
     count, columns, depth = (_numbers(file, rows, name) for name in ("rows", "columns", "depth"))
     return Products(file, count, columns, depth, _numbers(file, rows, "latency_ms") / 1000)
+
+
+EXPERT_SIZES = ("hidden", "intermediate", "active", "experts", "tp")
+EXPERT_WEIGHTS: dict[str, WeightDType] = {"bfloat16": "auto", "fp8": "fp8", "mxfp4": "int4", "int4": "int4"}
+
+
+def read_experts(file: Path, kernel: str, dtype: str, like: ModelShape) -> list[ExpertTimes]:
+    """Return the times of experts by ``kernel`` with weights of ``dtype``, by sizes and degree of TP.
+
+    ``like``: a mixture of experts; what the file does not say is its. Raises ConfigError like ``read_table``.
+    """
+    rows = _rows(file, "kernel", "dtype", "tokens", "latency_ms", *EXPERT_SIZES)
+    groups: dict[tuple[int, ...], list[dict[str, str]]] = {}
+    for row in rows:
+        if (row["kernel"], row["dtype"]) == (kernel, dtype):
+            groups.setdefault(tuple(int(row[name]) for name in EXPERT_SIZES), []).append(row)
+    found = []
+    for (hidden, intermediate, active, count, devices), own in groups.items():
+        experts = Experts(count=count, active=active, intermediate=intermediate, layers=like.layers)
+        model = replace(like, hidden=hidden, experts=experts, weight_dtype=EXPERT_WEIGHTS[dtype])
+        tokens, seconds = (_numbers(file, own, name) for name in ("tokens", "latency_ms"))
+        found.append(ExpertTimes(model, tokens, devices, seconds / 1000))
+    return found
 
 
 def read_reductions(file: Path) -> Reduction:

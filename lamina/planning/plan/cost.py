@@ -25,6 +25,7 @@ from lamina.planning.plan.fit_store import Fit, ProfileStore, packaged_fit
 from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.kernel_times import (
     DecodeAttentionFit,
+    ExpertsFit,
     Floats,
     GemmFit,
     PeerReadFit,
@@ -57,7 +58,7 @@ GEMMS: dict[str, Gemm] = {
 }
 """Matrix products of a layer: operator -> (columns, depth) of its weight on one of ``tp`` devices."""
 
-_OF_EXPERTS = ("mlp_up_proj", "mlp_down_proj", "mlp_act")
+OF_EXPERTS = ("mlp_up_proj", "mlp_down_proj", "mlp_act")
 """Operators that a layer with experts runs for each expert's rows."""
 
 POINTWISE: dict[str, Callable[[ModelShape, int], float]] = {
@@ -68,19 +69,6 @@ POINTWISE: dict[str, Callable[[ModelShape, int], float]] = {
     "add": lambda s, tp: 3 * s.hidden,
 }
 """The other operators of a layer: operator -> elements read and written for each row on one of ``tp`` devices."""
-
-UNEVEN_ROWS = 40
-"""Rows by which each expert's product is longer than its mean load: loads differ, and fill their tiles in part."""
-
-GROUPED, GROUPED_FP8 = 0.8, 0.6
-"""FLOP/s of a grouped product over those of a dense one, with weights in 16 or 4 bits and with 8-bit floats.
-
-The first and UNEVEN_ROWS were chosen by products of 256 to 16,384 tokens whose loads follow a power law: gpt-oss-120b
-and Qwen3-30B-A3B on an H200, vLLM 0.19 and 0.24 (AIConfigurator)."""
-
-DISPATCH_S = 12e-6
-"""Fixed time of a layer's experts besides their products: choosing them, sorting rows by expert, adding their outputs.
-What experts of one token take longer than their products (AIConfigurator: vLLM 0.24, H100 and H200)."""
 
 LAYER_ADDS = 2
 """Residual additions in a layer; every other operator runs once."""
@@ -135,6 +123,10 @@ class Fits:
     Attributes:
         gemm: Matrix products in 16 or 32 bits, and of quantised weights that are converted to them.
         gemm_fp8: Matrix products of 8-bit floats on devices that multiply them.
+        experts: Products of experts in 16 bits.
+        experts_int4: The same with weights of 4 bits.
+        experts_fp8: The same of 8-bit floats.
+        experts_marlin: The same with weights of 4 bits, by Marlin's kernels; all others are Triton's.
     """
 
     gemm: GemmFit
@@ -145,6 +137,10 @@ class Fits:
     nvlink: RingFit
     pcie: RingFit
     peer_read: PeerReadFit
+    experts: ExpertsFit
+    experts_int4: ExpertsFit
+    experts_fp8: ExpertsFit
+    experts_marlin: ExpertsFit
     slices: SliceCurve | None = None
     runtime: RuntimeFit = AS_PUBLISHED
 
@@ -173,6 +169,10 @@ class Fits:
             nvlink=part(RingFit, "nvlink"),
             pcie=part(RingFit, "pcie"),
             peer_read=part(PeerReadFit, "peer_read"),
+            experts=part(ExpertsFit, "experts"),
+            experts_int4=part(ExpertsFit, "experts_int4"),
+            experts_fp8=part(ExpertsFit, "experts_fp8"),
+            experts_marlin=part(ExpertsFit, "experts_marlin"),
         )
 
 
@@ -211,7 +211,7 @@ class CostModel:
     def operator_seconds(self, operator: str, rows: ArrayLike, tensor_parallel: ArrayLike) -> Floats:
         """Return seconds of an operator of ``GEMMS`` or ``POINTWISE``; the mean over layers if some have experts."""
         count, tp, shape = np.asarray(rows, dtype=np.float64), np.asarray(tensor_parallel), self.shape
-        if shape.experts is None or operator not in _OF_EXPERTS:
+        if shape.experts is None or operator not in OF_EXPERTS:
             return self._operator(operator, count, tp, shape)
         sparse = shape.experts.layers / shape.layers
         seconds = sparse * self._of_experts(operator, count, tp, shape.experts)
@@ -230,38 +230,59 @@ class CostModel:
     def _multiplies_fp8(self) -> bool:
         return self.shape.fp8 and self.hardware.fp8_flops > 0 and not self.widens
 
-    def _product(self, rows: Any, columns: Any, depth: Any, of_dense: float = 1.0) -> Floats:
-        """Return seconds of a product that reaches ``of_dense`` of the FLOP/s of a dense one."""
-        shape = self.shape
-        kinds = shape.dtype, self._multiplies_fp8, shape.weight_itemsize
-        fit = self.fits.gemm_fp8 if self._multiplies_fp8 else self.fits.gemm
-        fit = replace(fit, share=of_dense * fit.share)
+    def _product(self, rows: Any, columns: Any, depth: Any) -> Floats:
+        shape, native = self.shape, self._multiplies_fp8 and not self.shape.only_experts
+        kinds = shape.dtype, native, shape.dense_itemsize
+        fit = self.fits.gemm_fp8 if native else self.fits.gemm
         return gemm_seconds(fit, self.hardware, rows, columns, depth, *kinds)
 
     def _of_experts(self, operator: str, rows: Floats, tp: Any, experts: Experts) -> Floats:
-        """Return seconds of an operator of layers with experts: a grouped product over the experts that rows use, each
-        with its share of the rows, plus the shared experts."""
+        """Return seconds of an operator of layers with experts: products of the experts that rows use, plus the shared
+        experts."""
         shape = self.shape
         always = replace(shape, intermediate=experts.shared)
         each = replace(shape, intermediate=experts.intermediate)
         if operator in POINTWISE:
             return self._operator(operator, rows * (experts.active + experts.shared / experts.intermediate), tp, each)
-        touched = experts.touched(rows)
         columns, depth = GEMMS[operator](each, tp)
-        share = rows * experts.active / touched
-        seconds = (
-            self._grouped(share, touched * columns, depth) if experts.count > 1 else self._product(rows, columns, depth)
-        )
+        if experts.count == 1:
+            seconds = self._product(rows, columns, depth)
+        else:
+            seconds = self._grouped(rows, experts, columns, depth)
         if operator == "mlp_up_proj":  # the router's product, and gathering each expert's rows
             seconds = seconds + gemm_seconds(
                 self.fits.gemm, self.hardware, rows, experts.count, shape.hidden, shape.dtype
             )
-            seconds = seconds + self._operator("add", rows * experts.active, tp, shape) + DISPATCH_S
+            gathered = self._operator("add", rows * experts.active, tp, shape)
+            seconds = seconds + gathered + self._experts.dispatch_s + self._experts.expert_s * experts.count
         return seconds + (self._operator(operator, rows, tp, always) if experts.shared else 0.0)
 
-    def _grouped(self, share: Floats, columns: Floats, depth: Any) -> Floats:
-        """Return seconds of a grouped product whose experts have ``share`` rows on average."""
-        return self._product(share + UNEVEN_ROWS, columns, depth, GROUPED_FP8 if self._multiplies_fp8 else GROUPED)
+    def _grouped(self, rows: Floats, experts: Experts, columns: Any, depth: Any) -> Floats:
+        """Return seconds of one product of all experts, which are taken to be no better than dense products."""
+        shape, hardware, native = self.shape, self.hardware, self._multiplies_fp8
+        dense = self.fits.gemm_fp8 if native else self.fits.gemm
+        fit = replace(self._experts, share=min(self._experts.share, hardware.product_share or dense.share))
+        moved = depth * (1 if native else shape.dtype.itemsize) + columns * shape.dtype.itemsize
+        return fit.predict_products(
+            hardware,
+            hardware.fp8_flops if native else hardware.flops[shape.dtype],
+            rows * experts.active,
+            experts.touched(rows),
+            columns * depth,
+            shape.weight_itemsize,
+            moved,
+        )
+
+    @property
+    def _experts(self) -> ExpertsFit:
+        fits = self.fits
+        return (
+            fits.experts_fp8
+            if self._multiplies_fp8
+            else fits.experts_int4
+            if self.shape.weight_dtype == "int4"
+            else fits.experts
+        )
 
     def slice_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
         """Return seconds of one layer's dense operators and, on several devices, of its two all-reduces."""

@@ -55,9 +55,14 @@ class Fit:
     p95_error: float
 
 
+def packaged_fits() -> list[Fit]:
+    """Return all fits of the package."""
+    return [Fit(**stored) for stored in json.loads(PACKAGED.read_text())]
+
+
 def packaged_fit(name: str, kind: str = "") -> Fit:
     """Return the package's fit of a part of the cost model for ``kind``, else its first fit for another kind."""
-    fits = [fit for stored in json.loads(PACKAGED.read_text()) if (fit := Fit(**stored)).name == name]
+    fits = [fit for fit in packaged_fits() if fit.name == name]
     return next((fit for fit in fits if fit.kind == kind), fits[0])
 
 

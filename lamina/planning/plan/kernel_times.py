@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -127,6 +128,55 @@ def _joined(exponent: float, *seconds: Floats) -> Floats:
     """Return the smooth maximum ``(a^p + b^p + ...)^(1/p)``, scaled so that it neither overflows nor vanishes."""
     largest = np.maximum.reduce(seconds)
     return np.asarray(largest * sum((part / largest) ** exponent for part in seconds) ** (1 / exponent))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsFit:
+    """Parameters of the products of a layer's experts, all in one kernel.
+
+    Attributes:
+        share: Reached share of the peak FLOP/s.
+        memory_share: Reached share of the memory bandwidth.
+        uneven_rows: Rows by which each expert's product is longer than its mean load: loads differ, and fill their
+            tiles in part.
+        overlap: Exponent that combines compute and memory time; 1 adds them, infinity takes the larger.
+        dispatch_s: Fixed time of a layer's experts besides their products: choosing them, sorting rows by expert,
+            adding their outputs.
+        expert_s: The same, per expert of the layer.
+    """
+
+    share: float
+    memory_share: float
+    uneven_rows: float
+    overlap: float
+    dispatch_s: float
+    expert_s: float
+
+    def predict_products(
+        self,
+        hardware: Hardware,
+        peak: float,
+        rows: Floats,
+        touched: Floats,
+        weights: Any,
+        weight_itemsize: float,
+        moved: Any,
+    ) -> Floats:
+        """Return seconds of the products of one matrix of each of ``touched`` experts.
+
+        Args:
+            hardware: The device.
+            peak: Its peak FLOP/s for the type of the products.
+            rows: Rows of all experts together.
+            touched: Experts that have rows.
+            weights: Elements of an expert's matrix.
+            weight_itemsize: Bytes of an element.
+            moved: Bytes of activations and outputs of one row.
+        """
+        flops = 2 * (rows + touched * self.uneven_rows) * weights
+        read = touched * weights * weight_itemsize + rows * moved
+        compute, memory = flops / (self.share * peak), read / (self.memory_share * hardware.memory_bytes_s)
+        return _joined(self.overlap, compute, memory)
 
 
 TILE = 128

@@ -140,6 +140,7 @@ class ModelShape:
         kv_cache_dtype: Element type of cached K and V.
         weight_dtype: Element type of the layers' weights.
         experts: Experts of the layers that have them; None for a dense model.
+        only_experts: Whether only experts are stored as ``weight_dtype``, and attention as ``dtype``.
         window: Attention window of ``windowed`` layers, in tokens; 0 if no layer has one.
         windowed: Number of layers with a window.
     """
@@ -159,6 +160,7 @@ class ModelShape:
     kv_cache_dtype: KvCacheDType = "auto"
     weight_dtype: WeightDType = "auto"
     experts: Experts | None = None
+    only_experts: bool = False
     window: int = 0
     windowed: int = 0
 
@@ -183,14 +185,22 @@ class ModelShape:
         return _WEIGHT_BYTES.get(self.weight_dtype, float(self.dtype.itemsize))
 
     @property
+    def dense_itemsize(self) -> float:
+        """Bytes of one of the weights outside of experts."""
+        return float(self.dtype.itemsize) if self.only_experts else self.weight_itemsize
+
+    @property
+    def _attention_parameters(self) -> int:
+        return self.hidden * self.head_size * 2 * (self.query_heads + self.kv_heads)
+
+    @property
     def layer_parameters(self) -> int:
         """Weights of one layer's matrices; the mean, if not all layers have experts."""
-        attention = self.hidden * self.head_size * 2 * (self.query_heads + self.kv_heads)
         matrices, width = 3 if self.gated else 2, float(self.intermediate)
         if self.experts is not None:
             sparse = self.experts.layers / self.layers
             width = (1 - sparse) * width + sparse * self.experts.width
-        return attention + round(self.hidden * width * matrices)
+        return self._attention_parameters + round(self.hidden * width * matrices)
 
     @property
     def parameters(self) -> int:
@@ -204,7 +214,9 @@ class ModelShape:
     @property
     def weight_bytes(self) -> int:
         """Bytes of one replica."""
-        layers = round(self.layers * self.layer_parameters * self.weight_itemsize)
+        attention = self._attention_parameters
+        others = self.layer_parameters - attention
+        layers = round(self.layers * (attention * self.dense_itemsize + others * self.weight_itemsize))
         return layers + self._embeddings * self.dtype.itemsize
 
     @property
@@ -256,6 +268,7 @@ KNOWN = {
             max_tokens=131072,
             experts=_experts(128, 4, 2880, 36),
             weight_dtype="int4",
+            only_experts=True,
             window=128,
             windowed=18,
         ),

@@ -63,6 +63,7 @@ class Engine:
         plans_ahead: Whether a step is planned when the one before it begins, so that a request which arrives meanwhile
             runs in the one after it.
         multiplies_fp8: Whether weights of 8-bit floats are multiplied in 8 bits on devices that can, or in 16 bits.
+        marlin: Whether experts whose weights have 4 bits are multiplied by Marlin's kernels, or by Triton's.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Engine:
     source: str
     plans_ahead: bool = False
     multiplies_fp8: bool = True
+    marlin: bool = False
 
     @property
     def lamina(self) -> "Engine":
@@ -115,7 +117,7 @@ VLLM = replace(
     VLLM_012,
     version="0.18",
     request_s=15e-3,
-    step_s=4e-4,
+    step_s=6e-4,
     step_row_s=0.0,
     plans_ahead=True,
     source="gpt-oss-120b on H200s and Llama-3.1-8B on two cards, the rows called fitted of python -m "

@@ -236,7 +236,7 @@ class Deployment:
         return self._cost_model(self.memory)
 
     def _cost_model(self, hardware: Hardware) -> CostModel:
-        model = _cost_model(self.model, hardware, self.profile)
+        model = _cost_model(self.model, hardware, self.profile, self.engine.marlin)
         return model if self.engine.multiplies_fp8 else model.widened
 
     @property
@@ -278,9 +278,10 @@ class Deployment:
 
 
 @lru_cache(maxsize=32)
-def _cost_model(shape: ModelShape, hardware: Hardware, profile: ProfileStore | None) -> CostModel:
+def _cost_model(shape: ModelShape, hardware: Hardware, profile: ProfileStore | None, marlin: bool) -> CostModel:
     """Return a cost model, cached so that all deployments share its tables."""
-    return CostModel(shape, hardware, Fits.load(hardware, profile))
+    fits = Fits.load(hardware, profile)
+    return CostModel(shape, hardware, replace(fits, experts_int4=fits.experts_marlin) if marlin else fits)
 
 
 Role = Literal["compute", "memory"]

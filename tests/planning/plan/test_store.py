@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from bench.cost import fit as fitting
+from bench.cost import fit_experts
 from bench.cost.fit import KIND, fit_part, write_fits
 from bench.cost.published_times import Reduction, Series
 from lamina.core.errors import ConfigError
@@ -48,7 +49,9 @@ def test_packaged_fits_come_back_and_serve_other_kinds(tmp_path: Path) -> None:
 
 def test_the_packaged_errors_are_those_on_the_measurements() -> None:
     """Every stored fit, on the file that it names, has the errors stored with it."""
-    parts = {(part.name, part.kind): part for part in fitting.parts(MEASUREMENTS, Fits.load(CATALOGUE[KIND]).pointwise)}
+    made = fitting.parts(MEASUREMENTS, Fits.load(CATALOGUE[KIND]).pointwise)
+    made += [fit_experts.part(name, fit_experts.read(MEASUREMENTS, name)) for name in fit_experts.FITTED]
+    parts = {(part.name, part.kind): part for part in made}
     stored = [Fit(**one) for one in json.loads(PACKAGED.read_text())]
     assert {(one.name, one.kind) for one in stored} == parts.keys()
     for one in stored:
