@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lamina.planning.simulate.trial import Course, Trial
 
 HEADINGS = ("requests /s", "TTFT p99", "stall p99", "TBT p99", "tokens /s", "$/h", "$/M in", "$/M out", "busy", "model")
-MODEL_ERROR = 0.15
+MODEL_ERROR = 0.11
 """90th percentile of the errors of predicted throughput, on the worst of four files (bench.cost.measured)."""
 
 _WIDE = 152  # columns that a table with one line per way needs
