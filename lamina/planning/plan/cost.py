@@ -275,14 +275,9 @@ class CostModel:
 
     @property
     def _experts(self) -> ExpertsFit:
-        fits = self.fits
-        return (
-            fits.experts_fp8
-            if self._multiplies_fp8
-            else fits.experts_int4
-            if self.shape.weight_dtype == "int4"
-            else fits.experts
-        )
+        if self._multiplies_fp8:
+            return self.fits.experts_fp8
+        return self.fits.experts_int4 if self.shape.weight_dtype == "int4" else self.fits.experts
 
     def slice_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
         """Return seconds of one layer's dense operators and, on several devices, of its two all-reduces."""
