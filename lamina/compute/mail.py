@@ -82,8 +82,9 @@ class Mail:
     def change_members(self, topology: Topology, new: Mapping[str, Channel]) -> None:
         """Replace the members by those of ``topology``. ``new``: channels to workers that join.
 
-        No message from or to a worker that has left may be in flight.
+        No message from or to a worker that has left may be in flight, but for pieces of moves that have ended.
         """
+        self._fetcher.drop_queued(topology.names)
         kept = {name: channel for name, channel in self.channels.items() if name in topology.names}
         self.channels = {**kept, **new}
         self.lenders = frozenset(topology.computes) & self.channels.keys() if topology.pipeline.lends else frozenset()

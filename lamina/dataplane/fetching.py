@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from lamina.dataplane.leases import LANDINGS, ArenaPlan
@@ -125,6 +125,16 @@ class Fetcher:
             self._in_flight.remove((piece, number))
             self._free.append(number)
             self._forget(piece)
+
+    def drop_queued(self, members: Collection[str]) -> None:
+        """Drop the queued pieces of peers that are not in ``members``: they have left.
+
+        Nobody needs these pieces. Those in flight may still arrive, and occupy their landing slots until then.
+        """
+        for queue in (self._urgent, self._waiting):
+            for piece in [piece for piece in queue if piece.peer not in members]:
+                queue.remove(piece)
+                self._forget(piece)
 
     def drop_all(self) -> None:
         """Drop all pieces. Pieces in flight occupy their landing slots until they arrive."""

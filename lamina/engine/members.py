@@ -1,6 +1,7 @@
 """Maintains the members of a serving cluster: losses end an epoch, joins and leaves change members within an epoch."""
 
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lamina.cluster.bringup import Cluster
@@ -14,6 +15,7 @@ from lamina.control.messages import (
     Failed,
     KvMoved,
     PeerLost,
+    Release,
     SlabUsage,
     Stored,
     ToEngine,
@@ -297,6 +299,8 @@ class Members:
 
     def _adopt(self, topology: Topology) -> int:
         """Change the members within the epoch; return the change's number. Leaving workers hold no KV, run no step."""
+        for worker, sequences in self.recipients.overdue(math.inf):  # ends moves from and to workers that leave
+            self.tell([worker], Release(sequences))
         self.topology = topology
         self._control.apply_topology(topology)
         self.watch.apply_topology(topology)

@@ -13,6 +13,7 @@ from lamina.cluster.conversations import Wish, Workers
 from lamina.cluster.pool import REMOTE, PoolChange
 from lamina.control.agent_messages import Start
 from lamina.control.liveness import MOST_WAIT_S, WINDOW_S, Restarts
+from lamina.control.messages import Change, Release
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, TransportError
 from lamina.core.pipeline import Pipeline
@@ -327,6 +328,18 @@ def test_the_sizes_that_pools_are_to_have_are_saved_as_soon_as_they_change() -> 
         members.turn()
     assert [wanted["memory"] for _, wanted in saved] == [2, 1]
     assert saved[0][0] == saved[1][0] == cluster.topology
+
+
+def test_workers_hear_of_released_sequences_before_a_member_leaves() -> None:
+    """A sequence may have been moving from that member, which is empty because it was released."""
+    pools = pools_of(TOPOLOGY)
+    cluster = replace(bare_cluster(["compute0"], TOPOLOGY.capacities, [], TOPOLOGY.pipeline), fabric=pools._fabric)
+    members = Members(pools._control, pools._workers, cluster, pools._turn, 8, lambda topology, wanted: None)
+    members.recipients._forget("memory1", 7, 0.0)
+    members._adopt(TOPOLOGY.left("memory0", TOPOLOGY.pipeline))
+    sent = cast(Mock, pools._control).send.call_args_list
+    told = [call.args[1] for call in sent if "memory1" in call.args[0]]
+    assert told[0] == Release([7]) and isinstance(told[1], Change) and len(told) == 2
 
 
 def test_pools_are_looked_at_in_every_turn_only_while_they_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,6 +252,25 @@ def test_a_peer_that_dies_ends_what_it_had_a_part_in(pool: Pool) -> None:
     assert dead.store.slab.used == 17
 
 
+def test_nothing_is_fetched_from_a_worker_that_leaves_after_its_move_has_ended(pool: Pool) -> None:
+    """The move ends with its request, in the middle."""
+    pool.begin(0, "memory0", 17)
+    pool.send(moves=[KvMove(1, 9, "memory0", "memory1", 0, 17, 0)])
+    for worker in pool.workers.values():
+        worker.read()
+    leaves, left = pool.workers["memory0"], pool.workers["memory1"]
+    for _ in range(20):
+        leaves.gap()
+        left.puller.wait(left.endpoint.wait, [], 0.0, left.moves)
+        if left.puller.can_start:
+            break
+    assert left.puller.can_start and left.moves.awaited
+    left.moves.release([9])
+    left.puller.drop_queued({"memory2"})
+    left.moves.change({})
+    assert not left.moves.awaited and not left.puller.can_start and left.puller.is_done(-1, 0)
+
+
 @given(gaps=turns)
 def test_another_engine_that_takes_over_numbers_moves_from_1_again(gaps: list) -> None:
     """Doorbells have rung for every piece of the last engine's moves, whose numbers were higher."""
