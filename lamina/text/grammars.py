@@ -3,8 +3,9 @@
 import functools
 import json
 import re
+import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -97,11 +98,73 @@ def after_reasoning(wanted: StructuredOutputs, end: str) -> StructuredOutputs:
     return StructuredOutputs(grammar=f"start: reasoning answer\n{reasoning}\nanswer: {as_rule(wanted)}\n")
 
 
-def _lark(grammar: str) -> str:
-    """Return a grammar in Lark's syntax. Raises GbnfToLarkError for one in llama.cpp's that cannot be translated."""
-    from llguidance.gbnf_to_lark import gbnf_to_lark
+_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+"""What grammars in llama.cpp's syntax contain."""
 
-    return gbnf_to_lark(grammar) if "::=" in grammar else grammar
+
+def _lark(grammar: str) -> str:
+    """Return a grammar in Lark's syntax. Raises ValueError for one in llama.cpp's that cannot be translated."""
+    if _GBNF.search(grammar) is None:
+        return grammar
+    from llguidance.gbnf_to_lark import GrammarParser, resolve
+
+    try:
+        rules = _leaves_first(GrammarParser().parse(_ESCAPE.sub(_unescaped, grammar)))
+        resolve(rules)
+    except RecursionError:
+        raise
+    except Exception as error:  # the library raises plain Exception, and IndexError at the end of the text
+        fault = "it ends within an escape sequence" if isinstance(error, IndexError) else str(error)
+        raise ValueError(fault) from error
+    return "\n".join(["%llguidance {}", *map(str, rules.values())]) + "\n"
+
+
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    """Return the character of an escape with u or U, which llguidance translates to what its grammars do not have.
+
+    Other escapes stay as they are.
+    """
+    code = int(escape[1] or escape[2] or "0", 16)
+    if not code or 0xD800 <= code < 0xE000 or code > sys.maxunicode:
+        return escape[0]
+    return chr(code) if code > 0x7F or chr(code).isalnum() else f"\\x{code:02x}"
+
+
+def _leaves_first(rules: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rules, each after those that it refers to: llguidance visits all rules once for each that is not.
+
+    Of rules that refer to each other, some come too early.
+    """
+    ordered, seen = dict[str, Any](), set[str]()
+    for first in rules:
+        path = [(first, iter(_named_in(rules[first])))] if first not in seen else []
+        seen.add(first)
+        while path:
+            name, unvisited = path[-1]
+            child = next((one for one in unvisited if one in rules and one not in seen), None)
+            if child is None:
+                ordered[name] = rules[name]
+                path.pop()
+            else:
+                seen.add(child)
+                path.append((child, iter(_named_in(rules[child]))))
+    return ordered
+
+
+def _named_in(rule: Any) -> list[str]:
+    """Return the names of the rules to which a rule of llguidance's parser refers."""
+    from llguidance.gbnf_to_lark import RuleRefNode
+
+    nodes, names = [rule], list[str]()
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children()
+        if isinstance(node, RuleRefNode):
+            names.append(node.name)
+    return names
 
 
 def require_grammar(params: SamplingParams, eos_token_ids: Collection[int]) -> None:
@@ -134,7 +197,6 @@ def _compile_schema(schema: str) -> tuple[str, str]:
 
 def _compile_text(wanted: StructuredOutputs, name: str) -> str:
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import GbnfToLarkError
 
     if wanted.regex is not None:
         grammar = LLMatcher.grammar_from_regex(wanted.regex)
@@ -143,7 +205,7 @@ def _compile_text(wanted: StructuredOutputs, name: str) -> str:
     else:
         try:
             grammar = LLMatcher.grammar_from_lark(_lark(wanted.grammar or ""))
-        except GbnfToLarkError as error:
+        except ValueError as error:
             raise RequestError(f"{name} cannot be compiled: {error}") from error
     if fault := _compile_error(grammar):
         raise RequestError(f"{name} cannot be compiled: {fault}")

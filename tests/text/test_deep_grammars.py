@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from lamina.core.errors import RequestError
 from lamina.core.sampling import StructuredOutputs
@@ -24,6 +25,16 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
     "objects": {"json": references(3000, lambda reference: {"properties": {"a": reference}})},
     "choices": {"json": references(3000, lambda reference: {"anyOf": [reference, {"type": "null"}]})},
 }
+
+CONSTRAINTS |= {
+    "rules of llama.cpp": {
+        "grammar": "root ::= r0\n" + "".join(f'r{n} ::= "a" r{n + 1}\n' for n in range(8000)) + 'r8000 ::= "b"\n'
+    },
+    "rules of llama.cpp in a circle": {
+        "grammar": "root ::= r0\n" + "".join(f'r{n} ::= "a" r{n + 1}\n' for n in range(8000)) + 'r8000 ::= "b" r0 | "c"'
+    },
+}
+"""Rules of llama.cpp become rules of Lark in time that is linear in their number: else, this would take an hour."""
 
 RUN = """
 import json, sys
@@ -64,6 +75,39 @@ def test_a_constraint_that_is_too_long_or_too_deep_is_refused() -> None:
         deep = {"type": "array", "items": deep}
     with pytest.raises(RequestError, match=r"json cannot be compiled at #/items"):
         compile_grammar(StructuredOutputs(json=deep))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "said"),
+    [
+        ("root ::= missing", "Rule 'missing' not found"),
+        ('root ::= "a\\', "ends within an escape sequence"),
+        ('root ::= "a"{' + "9" * 5000 + "}", "digits"),
+        ('start ::= "a"\nroot ::= start', "'start' already exists"),
+        ('rule ::= "a"', "No 'root' rule"),
+    ],
+)
+def test_grammars_of_llama_cpp_that_mean_nothing_are_refused(grammar: str, said: str) -> None:
+    with pytest.raises(RequestError, match=f"^grammar cannot be compiled: .*{said}"):
+        compile_grammar(StructuredOutputs(grammar=grammar))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "fits", "fails"),
+    [
+        (r'root ::= "\u0041\u00e9\u20ac\U0001F600"', "Aé€😀", "A"),
+        (r"root ::= [\u0041-\u0043\u002d\u005d]+", "AC-]", "E"),
+        (r'root ::= "\\u" [0-9]', r"\u1", "A"),
+        ("start: /[a::=]+/", "a:", "b"),
+        ('root ::= one two\ntwo ::= "2" one?\none ::= "1"', "121", "2"),
+    ],
+)
+def test_grammars_of_llama_cpp_mean_what_they_mean_there(grammar: str, fits: str, fails: str) -> None:
+    matcher = LLMatcher(LLTokenizer("byte"), compile_grammar(StructuredOutputs(grammar=grammar)))
+    for text, expected in ((fits, True), (fails, False)):
+        tokens = list(text.encode())
+        whole = matcher.deep_copy()
+        assert (whole.try_consume_tokens(tokens) == len(tokens) and whole.is_accepting()) is expected
 
 
 def test_errors_and_results_come_back() -> None:
