@@ -68,6 +68,8 @@ def _requests(source: Path) -> Iterator[dict[str, Any]]:
                     raise ConfigError(f"{source}, line {number} is not JSON: it is not UTF-8") from None
                 except RecursionError:
                     raise ConfigError(f"{source}, line {number} is not JSON: it is nested too deeply") from None
+                except ValueError as error:  # an integer of very many digits
+                    raise ConfigError(f"{source}, line {number} cannot be read: {error}") from None
                 if (fault := _find_error(request)) is not None:
                     raise ConfigError(f"{source}, line {number}: {fault}")
                 yield request
@@ -153,7 +155,7 @@ async def _answer(app: "ASGIApp", request: dict[str, Any]) -> dict[str, Any]:
         body = json.loads(answered)
     except ValueError:
         raise RequestError(f"{request['url']} does not answer with JSON; leave out such requests") from None
-    if status == 503:
+    if status == 503 and body["error"]["code"] != "engine_failed":  # which concerns this request alone
         raise EngineDeadError(f"{body['error']['message']}. Run the command again: it continues")
     response = {"status_code": status, "request_id": own, "body": body}
     return {"id": f"batch_req_{own}", "custom_id": request["custom_id"], "response": response, "error": None}

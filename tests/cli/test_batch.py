@@ -67,9 +67,17 @@ def test_an_engine_that_has_stopped_leaves_its_requests_for_the_next_run(tmp_pat
         asyncio.run(batch._answer(create_app(engine), request(1)))  # type: ignore[arg-type]
 
 
+def test_a_request_that_fails_alone_ends_no_batch() -> None:
+    """Nor would it be the end of the next run, and of every other."""
+    app = create_app(FakeEngine())  # type: ignore[arg-type]
+    answer = asyncio.run(batch._answer(app, request(6, prompt="break")))["response"]
+    assert answer["status_code"] == 503 and answer["body"]["error"]["code"] == "engine_failed"
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
+        ('{"custom_id": "a", "body": {"seed": %s}}' % ("1" * 5000), "line 2 cannot be read"),
         ("{", "line 2 is not JSON"),
         ("[]", "line 2: give an object with a text custom_id"),
         ('{"custom_id": 3}', "text custom_id"),
