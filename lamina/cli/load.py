@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -200,30 +200,49 @@ class Load:
                     text = (await response.aread()).decode(errors="replace")
                     answer.error = f"status {response.status_code}: {text[:200]}"
                     return
-                async for line in response.aiter_lines():
-                    if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
-                        self._read(json.loads(data), answer)
+                ended = False
+                async for line in _lines(response.aiter_bytes()):
+                    if not line.startswith(b"data:"):
+                        continue
+                    data = line[5:].strip()
+                    ended = data == b"[DONE]" or self._read(json.loads(data), answer) or ended
+                if not ended and not answer.error:
+                    answer.error = "the stream ended before the answer"
         except TimeoutError:
             answer.error = f"no whole answer in {self._timeout_s:g} s"
-        except (httpx.HTTPError, ValueError, KeyError) as error:
+        except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
             answer.error = f"{type(error).__name__}: {error}"
         finally:
             answer.end_s = self._now()
 
-    def _read(self, chunk: Mapping[str, Any], answer: Answer) -> None:
+    def _read(self, chunk: Mapping[str, Any], answer: Answer) -> bool:
+        """Add an event to an answer; return whether it ends the answer."""
+        ended = False
         if "error" in chunk:
             answer.error = str(chunk["error"])[:200]
         for choice in chunk.get("choices", ()):
             delta = choice["delta"]
+            ended = ended or choice.get("finish_reason") is not None
             text = delta.get("content") or ""
             answer.text += text
             if text or delta.get("reasoning_content") or delta.get("reasoning"):
                 answer.arrivals_s.append(self._now())
         if usage := chunk.get("usage"):
-            answer.prompt_tokens, answer.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+            answer.prompt_tokens, answer.output_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
             answer.counted = True
         elif not answer.counted:
             answer.output_tokens = len(answer.arrivals_s)
+        return ended
+
+
+async def _lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the lines of a body. Other separators than line feeds, such as U+2028, are part of them."""
+    line = b""
+    async for part in parts:
+        *lines, line = (line + part).split(b"\n")
+        for whole in lines:
+            yield whole
+    yield line
 
 
 def words(number: int, count: int) -> str:

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -222,3 +222,45 @@ def test_figures_are_those_of_sums_by_hand() -> None:
     assert found["tpot_s"]["mean"] == pytest.approx((0.15 + 0.1 + 1.0) / 3)
     assert found["latency_s"]["p99"] == pytest.approx(4.0 - 0.03 * (4.0 - 2.2))
     assert figures([], 1, 1)["ttft_s"] is None
+
+
+def served(events: Sequence[str]) -> type[Plain]:
+    """A server that answers with ``events``."""
+
+    class Server(Plain):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write("".join(f"data: {event}\n\n" for event in events).encode())
+
+    return Server
+
+
+TEXT = json.dumps({"choices": [{"delta": {"content": "a\u2028b\x85c"}, "finish_reason": None}]}, ensure_ascii=False)
+LAST = json.dumps({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+
+
+@pytest.mark.parametrize(
+    ("events", "error"),
+    [
+        ([TEXT, LAST], ""),
+        ([TEXT, "[DONE]"], ""),
+        ([TEXT], "the stream ended before the answer"),
+        ([TEXT, '{"choices": null}', "[DONE]"], "TypeError"),
+        ([TEXT, '{"choices": [{"delta": null}]}', "[DONE]"], "AttributeError"),
+        ([TEXT, "[]", "[DONE]"], "AttributeError"),
+        ([TEXT, '{"usage": {"prompt_tokens": null, "completion_tokens": 1}}', "[DONE]"], "TypeError"),
+        ([TEXT, '{"error": "no room"}', "[DONE]"], "no room"),
+    ],
+)
+def test_answers_of_any_form_are_whole_or_errors(events: list[str], error: str, tmp_path: Path) -> None:
+    written = tmp_path / "figures.json"
+    with http.server.HTTPServer(("127.0.0.1", 0), served(events)) as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        shape = ["--model", "m", "--requests", "2", "--rate", "inf", "--json", str(written)]
+        run("--url", f"http://127.0.0.1:{made.server_port}", *shape, status=1 if error else 0)
+        made.shutdown()
+    found = json.loads(written.read_text())
+    assert (found["completed"], found["failed"]) == ((0, 2) if error else (2, 0))
+    assert all(error in one for one in found["errors"])
