@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lamina.config.environment import environment
 from lamina.config.server_config import ServerConfig
 from lamina.core.errors import ConfigError
-from lamina.serve.answers import event
 from lamina.serve.http_errors import RETRY_AFTER_S, APIError
 from lamina.serve.json_fields import IGNORED_HEADER
 from lamina.serve.messages_api import in_form_of
@@ -202,8 +201,7 @@ class Gate:
                 raise error from None
             last = b""
             if b"event-stream" in _type_of(begun):
-                body = in_form_of(path, error).body()
-                last = event(body, body.get("type", ""))
+                last = scope["state"]["generation"].fail(error)
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

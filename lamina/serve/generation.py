@@ -84,6 +84,11 @@ class Generation:
             self._outputs.push = self._push
         return StreamingResponse(self._events(), 200, headers, "text/event-stream", close)
 
+    def fail(self, error: APIError) -> bytes:
+        """Return the events of a stream that an error ends."""
+        self.failed = error.status
+        return self._writer.fail_stream(error)
+
     def _push(self) -> bool:
         """Write the events of new tokens to the connection at once; return False if ``_events`` has to pass them on."""
         connection = self._connection
@@ -152,9 +157,7 @@ class Generation:
                             await asyncio.sleep(0)  # let other requests run
                 yield writer.end_stream(self.usage)
             except (LaminaError, APIError) as error:
-                failure = as_api_error(error)
-                self.failed = failure.status
-                yield writer.fail_stream(failure)
+                yield self.fail(as_api_error(error))
             finally:
                 self.timing.flush()
 

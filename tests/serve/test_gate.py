@@ -4,7 +4,6 @@ import json
 import re
 import socket
 import ssl
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -125,12 +124,23 @@ def test_a_request_that_takes_too_long_is_cancelled(stream: bool) -> None:
         answer = running.http.post(COMPLETION, json={"prompt": "hang", "stream": stream})
         assert running.engine.wait_until(lambda: len(running.engine.aborted) == 1)
         if answer.status_code == 200:  # it had begun
-            error = json.loads(answer.text.removeprefix("data: ").strip().split("data: ")[-1])["error"]
+            *_, event, last = [part for part in answer.text.split("\n\n") if part]
+            assert last == "data: [DONE]"
+            error = json.loads(event.removeprefix("data: "))["error"]
         else:
             assert answer.status_code == 504
             error = answer.json()["error"]
         assert error["code"] == "request_timeout"
         assert running.http.post(COMPLETION, json=BODY).status_code == 200
+
+
+def test_a_response_that_takes_too_long_has_failed() -> None:
+    with serve(config=ServerConfig(request_timeout=1)) as running:
+        answer = running.http.post("/v1/responses", json={"input": "hang", "stream": True})
+    *_, name, data = answer.text.strip().splitlines()
+    event = json.loads(data.removeprefix("data: "))
+    assert name == "event: response.failed" and event["response"]["status"] == "failed"
+    assert event["response"]["error"]["code"] == "request_timeout" and event["sequence_number"] > 0
 
 
 def test_pages_of_allowed_origins_may_call_the_server() -> None:
@@ -160,17 +170,6 @@ def test_a_proxy_may_show_the_server_under_a_path() -> None:
         assert running.http.get("/llm/health").status_code == 200
     with pytest.raises(ConfigError, match="root_path is 'llm/'"):
         ServerConfig(root_path="llm/")
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1, and its key."""
-    place = tmp_path_factory.mktemp("tls")
-    files = place / "cert.pem", place / "key.pem"
-    subject = ("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1")
-    made = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    subprocess.run([*made, *subject, "-out", files[0], "-keyout", files[1]], check=True, capture_output=True)
-    return files
 
 
 @contextmanager
