@@ -140,7 +140,9 @@ def chat_generation(
         given["skip_special_tokens"] = False if isinstance(skips, bool) else skips
     params = _sampling_params(body, defaults, names, calls, **given)
     if params.structured_outputs is not None and calls is None:
-        params = replace(params, structured_outputs=form.constrain(params.structured_outputs, text))
+        instead = tools if body.response_format is not None else ()
+        wanted = form.constrain(params.structured_outputs, text, instead, engine.tokenizer.special_texts)
+        params = replace(params, structured_outputs=wanted)
         _require_grammar(params, "response_format", names)
     if params.truncate_prompt_tokens is None:
         prompt = encode_chat(engine.tokenizer, text, engine.max_model_len)

@@ -7,8 +7,12 @@ the user. The prompt ends with ``<|start|>assistant``. ``<|call|>`` and ``<|retu
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
+from lamina.core.sampling import StructuredOutputs
+from lamina.text.grammars import as_rule
 from lamina.text.tool_calls import CallArguments, CallBegins, Content, Event, Reasoning, held_back
 
 MARKER = "<|channel|>"
@@ -34,6 +38,8 @@ _CUT_HEADER = re.compile(
 class ChannelAnswer:
     """Divides an answer in channels into reasoning, content and tool calls."""
 
+    may_reason = True
+
     def __init__(self, prompt: str) -> None:
         """``prompt``: its end says where the answer begins: in a header, in a message, or outside of the format."""
         tail = prompt.rpartition("<|start|>")[2]
@@ -48,6 +54,11 @@ class ChannelAnswer:
             if not self._in_header:  # the prompt ends within a message, of which the answer repeats nothing
                 self._rest = ""
                 self._kind = self._kind or Content
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text so far ends within a message of the channel analysis."""
+        return not self._in_header and self._kind is Reasoning
 
     def append(self, text: str) -> list[Event]:
         """Return what further text adds."""
@@ -128,34 +139,46 @@ FREE: /(.|\\n)*/
 """
 
 
-def answer_grammar(rule: str, prompt: str) -> str:
+def answer_grammar(rule: str, prompt: str, functions: Mapping[str, str] = MappingProxyType({})) -> str:
     """Return the grammar, in Lark's syntax, of an answer with reasoning whose message in ``final`` matches ``rule``.
 
     Args:
         rule: The right side of a Lark rule.
         prompt: If it ends within a message, the answer goes on with that message: with reasoning, or else with
             ``rule`` alone.
+        functions: Functions that the answer may call instead, see ``call_rules``.
     """
     header, message, _ = prompt.rpartition("<|start|>")[2].partition(_MESSAGE)
     thinks = bool(message) and _channel_of(header) == "analysis"
     if "<|start|>" not in prompt or (message and not thinks):
         return f"start: {rule}\n"
     begin = "thought" if thinks else "reasoning?"
-    return f'start: {begin} <|channel|> "final" <|message|> answer\n{_REASONING}answer: {rule}\n'
+    calls, rules = _calls(functions)
+    final = '<|channel|> "final" <|message|> answer'
+    return f"start: {begin} ({' | '.join([final, *calls])})\n{_REASONING}answer: {rule}\n{rules}"
 
 
 def calls_grammar(functions: Mapping[str, str]) -> str:
     """Return the grammar, in Lark's syntax, of an answer with reasoning that calls one of ``functions``.
 
-    A message of a call ends the answer, so that there is always one call.
-
-    Args:
-        functions: By name: the right side of the Lark rule of the arguments.
+    A message of a call ends the answer, so that there is always one call. ``functions``: see ``call_rules``.
     """
-    rules = [_REASONING]
+    calls, rules = _calls(functions)
+    return f"start: reasoning? ({' | '.join(calls)})\n{_REASONING}{rules}"
+
+
+def call_rules(tools: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return by name of each function the right side of the Lark rule of its arguments."""
+    functions = [tool["function"] for tool in tools]
+    schemas = {function["name"]: function.get("parameters") or {"type": "object"} for function in functions}
+    return {name: as_rule(StructuredOutputs(json=schema)) for name, schema in schemas.items()}
+
+
+def _calls(functions: Mapping[str, str]) -> tuple[list[str], str]:
+    """Return the names of rules for calls of ``functions``, and the rules."""
+    rules = []
     for number, (name, rule) in enumerate(functions.items()):
         to = json.dumps(f"commentary to=functions.{name} ", ensure_ascii=False)
         rules.append(f'call{number}: <|channel|> {to} <|constrain|> "json" <|message|> arguments{number}\n')
         rules.append(f"arguments{number}: {rule}\n")
-    calls = " | ".join(f"call{number}" for number in range(len(functions)))
-    return f"start: reasoning? ({calls})\n" + "".join(rules)
+    return [f"call{number}" for number in range(len(functions))], "".join(rules)

@@ -1,17 +1,22 @@
 """Finds out how a model writes reasoning and tool calls, from settings and chat template; the parser of reasoning."""
 
-from collections.abc import Callable, Collection, Mapping
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 from lamina.core.sampling import StructuredOutputs
 from lamina.core.types import ChatSettings
-from lamina.text.channels import MARKER, MARKERS, ChannelAnswer, answer_grammar
+from lamina.text.channels import MARKER, MARKERS, ChannelAnswer, answer_grammar, call_rules
 from lamina.text.grammars import after_reasoning, as_rule
 from lamina.text.tagged_calls import CoderCalls, KeyCalls
 from lamina.text.tool_calls import (
     AnswerParser,
+    CallBegins,
     Calls,
+    Content,
     DeepseekCalls,
     Event,
     HermesCalls,
@@ -77,10 +82,25 @@ class ChatFormat:
         """Return whether the answer begins within reasoning, because the prompt ends with the opening tag."""
         return self.tags is not None and prompt.rstrip().endswith(self.tags[0])
 
-    def constrain(self, wanted: StructuredOutputs, prompt: str) -> StructuredOutputs:
-        """Return what the answer to ``prompt`` must match as a whole so that its content matches ``wanted``."""
+    def constrain(
+        self,
+        wanted: StructuredOutputs,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        special_texts: Mapping[int, str] = MappingProxyType({}),
+    ) -> StructuredOutputs:
+        """Return what the answer to ``prompt`` must match as a whole so that its content matches ``wanted``.
+
+        Args:
+            tools: Functions that the answer may call instead, as chat templates take them.
+            special_texts: Texts of the model's special tokens, by id.
+        """
         if self.channels:
-            return StructuredOutputs(grammar=answer_grammar(as_rule(wanted), prompt))
+            return StructuredOutputs(grammar=answer_grammar(as_rule(wanted), prompt, call_rules(tools)))
+        parser = TOOL_PARSERS.get(self.tools or "")
+        if tools and parser is not None:
+            call = _call_rule(parser, tools, special_texts)
+            wanted = StructuredOutputs(grammar=f"start: answer | {call}\nanswer: {as_rule(wanted)}\n")
         if self.tags is not None and self.inside(prompt):
             return after_reasoning(wanted, self.tags[1])
         return wanted
@@ -99,7 +119,20 @@ class ChatFormat:
             return lambda: ChannelAnswer(prompt)
         rest = calls or PlainText
         tags, inside = self.tags, self.inside(prompt)
-        return rest if tags is None else lambda: ReasoningParser(tags, inside, rest())
+        return rest if tags is None else lambda: ReasoningParser(tags, inside, rest(), calls)
+
+
+def _call_rule(parser: type[Calls], tools: Sequence[Mapping[str, Any]], special_texts: Mapping[int, str]) -> str:
+    """Return the right side of a rule in Lark's syntax that allows what begins like a call of ``tools``."""
+    marker = parser.first or parser.begin
+    token = next((token for token, text in special_texts.items() if text == marker), None)
+    rule = f"{json.dumps(marker, ensure_ascii=False) if token is None else f'<[{token}]>'} <[*]>*"
+    if parser is not LlamaCalls:
+        return rule
+    names = {"enum": [tool["function"]["name"] for tool in tools]}
+    call: dict[str, Any] = {"type": "object", "properties": {"name": names, "parameters": {"type": "object"}}}
+    call |= {"required": ["name", "parameters"], "additionalProperties": False}
+    return f"{rule} | {as_rule(StructuredOutputs(json=call))}"
 
 
 def _parser_by_template(template: str) -> str | None:
@@ -109,15 +142,45 @@ def _parser_by_template(template: str) -> str | None:
     return next((name for name, marker in _TOOL_MARKERS.items() if marker in template), None)
 
 
-class ReasoningParser:
-    """Divides reasoning at the beginning of an answer from the rest, which another parser reads."""
+_MOST_TRIED = 8
+"""Places in reasoning at which calls are looked for."""
 
-    def __init__(self, tags: tuple[str, str], inside: bool, rest: AnswerParser) -> None:
-        """``inside``: the prompt ends with the opening tag."""
+_NAME = re.compile(r"[\w.:/-]{1,128}")
+"""The name of a function."""
+
+
+class ReasoningParser:
+    """Divides reasoning at the beginning of an answer from the rest, which another parser reads.
+
+    Reasoning models may end an answer with calls without ending their reasoning: these are found too.
+    """
+
+    def __init__(
+        self,
+        tags: tuple[str, str],
+        inside: bool,
+        rest: AnswerParser,
+        calls: Callable[[], AnswerParser] | None = None,
+    ) -> None:
+        """
+        Args:
+            inside: The prompt ends with the opening tag.
+            calls: Makes parsers of tool calls like ``rest``; None: there are none to be found.
+        """
         self._begin, self._end = tags
         self._state: Literal["start", "opened", "inside", "after", "rest"] = "opened" if inside else "start"
         self._held = ""
         self._rest = rest
+        self._calls = calls
+        self._thought: list[str] = []
+
+    @property
+    def may_reason(self) -> bool:
+        return self._state != "rest"
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._state in ("opened", "inside")
 
     def append(self, text: str) -> list[Event]:
         events: list[Event] = []
@@ -142,6 +205,7 @@ class ReasoningParser:
                 before, after = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
             if before:
                 events.append(Reasoning(before))
+                self._thought.append(before)
             self._held = after
             if not found:
                 return events
@@ -157,5 +221,19 @@ class ReasoningParser:
     def flush(self) -> list[Event]:
         held, self._held = self._held, ""
         if self._state == "inside":
-            return [Reasoning(held)] if held else []
+            return ([Reasoning(held)] if held else []) + self._calls_at_end("".join([*self._thought, held]))
         return (self._rest.append(held) if held else []) + self._rest.flush()
+
+    def _calls_at_end(self, thought: str) -> list[Event]:
+        """Return the calls with which reasoning ends: nothing else follows the marker of the first."""
+        if self._calls is None or not isinstance(self._rest, Calls) or not (marker := self._rest.begin):
+            return []
+        pieces = thought.rsplit(marker, _MOST_TRIED)
+        for place in range(1, len(pieces)):
+            parser = self._calls()
+            events = parser.append(marker + marker.join(pieces[place:])) + parser.flush()
+            names = [event.name for event in events if isinstance(event, CallBegins)]
+            text = "".join(event.text for event in events if isinstance(event, Content))
+            if names and not text.strip() and all(map(_NAME.fullmatch, names)):
+                return [event for event in events if not isinstance(event, Content)]
+        return []

@@ -113,7 +113,7 @@ def prepare_chat(
         except ValueError as error:
             raise RequestError(f"response_format: {error}") from error
         compile_grammar(plain)  # within the grammar of a whole answer, not all that is wrong with a schema is found
-        wanted = form.constrain(plain, text)
+        wanted = form.constrain(plain, text, shown, tokenizer.special_texts)
         read_object = getattr(response_format, "model_validate_json", read_written)
     return Chat(
         encode_chat(tokenizer, text, max_model_len),

@@ -92,6 +92,9 @@ class Calls:
 
     begin = ""
     """The marker before a call."""
+    first = ""
+    """The marker before the first call, if that is another one."""
+
 
     also: tuple[str, ...] = ()
     """Further markers that begin a call, and are a part of it."""
@@ -297,7 +300,8 @@ class DeepseekCalls(Calls):
 
     begin = "<｜tool▁call▁begin｜>"
     end = "```"
-    noise = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>")
+    first = "<｜tool▁calls▁begin｜>"
+    noise = (first, "<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>")
     _separator = "<｜tool▁sep｜>"
 
     def _begin_call(self, name: str | None = None) -> None:

@@ -7,9 +7,8 @@ import msgspec
 
 from lamina.core.errors import RequestError
 from lamina.core.sampling import StructuredOutputs
-from lamina.text.channels import calls_grammar
+from lamina.text.channels import call_rules, calls_grammar
 from lamina.text.chat_format import TOOL_PARSERS, ChatFormat
-from lamina.text.grammars import as_rule
 from lamina.text.tagged_calls import TaggedCalls
 from lamina.text.tool_calls import AnswerParser, JsonCalls, NamedCall, PlainText
 
@@ -69,10 +68,8 @@ def forced_calls(
         return None
     if form.channels:
         named = choice.function.name if isinstance(choice, NamedTool) else None
-        functions = [tool["function"] for tool in tools if named in (None, tool["function"]["name"])]
-        schemas = {function["name"]: function.get("parameters") or {"type": "object"} for function in functions}
-        rules = {name: as_rule(StructuredOutputs(json=schema)) for name, schema in schemas.items()}
-        return StructuredOutputs(grammar=calls_grammar(rules))
+        callable_tools = [tool for tool in tools if named in (None, tool["function"]["name"])]
+        return StructuredOutputs(grammar=calls_grammar(call_rules(callable_tools)))
     return form.constrain(StructuredOutputs(json=schema), prompt)
 
 
@@ -112,26 +109,39 @@ def forced_schema(tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parall
 
 
 def _hoisted(schema: dict[str, Any], prefix: str, shared: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose definitions are in ``shared`` instead, under names with ``prefix``."""
+    """Return a schema that may be a part of another one.
+
+    Its definitions are in ``shared``, under names with ``prefix``. If it refers to other parts of itself, it is there
+    too, under ``prefix``.
+    """
+    refers = False
 
     def renamed(part: Any) -> Any:
+        nonlocal refers
         if isinstance(part, list):
             return [renamed(each) for each in part]
         if not isinstance(part, dict):
             return part
         changed = {key: renamed(value) for key, value in part.items()}
         reference = part.get("$ref")
-        if isinstance(reference, str):
-            for key in ("$defs", "definitions"):
-                if reference.startswith(f"#/{key}/"):
-                    changed["$ref"] = f"#/$defs/{prefix}{reference.removeprefix(f'#/{key}/')}"
+        if not isinstance(reference, str):
+            return changed
+        for key in ("$defs", "definitions"):
+            if reference.startswith(f"#/{key}/"):
+                changed["$ref"] = f"#/$defs/{prefix}{reference.removeprefix(f'#/{key}/')}"
+                return changed
+        if reference == "#" or reference.startswith("#/"):
+            refers = True
+            changed["$ref"] = f"#/$defs/{prefix}{reference[1:]}"
         return changed
 
-    own = dict(schema)
+    own = {key: value for key, value in schema.items() if key not in ("$id", "$schema")}  # which begin a new root
     for key in ("$defs", "definitions"):
         for name, part in (own.pop(key, None) or {}).items():
             shared[prefix + name] = renamed(part)
     moved: dict[str, Any] = renamed(own)
+    if refers:
+        shared[prefix] = moved
     return moved
 
 

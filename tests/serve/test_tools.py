@@ -6,8 +6,10 @@ from typing import Any
 import openai
 import pytest
 
+from lamina.core.sampling import StructuredOutputs
 from lamina.text.chat_format import ChatFormat
 from tests.support.scripted_engine import CHAT, FakeTokenizer, Running, refusal, script, script_template
+from tests.text.test_channels import allows
 
 USER: Any = [{"role": "user", "content": "a"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "$defs": {"City": {"enum": ["x"]}}}
@@ -110,6 +112,46 @@ def test_a_forced_call_may_follow_reasoning(server: Running, monkeypatch: pytest
     assert message["reasoning_content"] == "So." and message["tool_calls"][0]["function"]["name"] == "stop"
     ((_, params),) = server.engine.submitted
     assert params.structured_outputs is not None and params.structured_outputs.grammar is not None
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"city": {"enum": ["x"]}, "other": {"$ref": "#/properties/city"}}},
+        {
+            "properties": {"city": {"$ref": "#/$defs/a/properties/b"}},
+            "$defs": {"a": {"properties": {"b": {"enum": ["x"]}}}},
+        },
+        {"properties": {"city": {"enum": ["x"]}, "next": {"$ref": "#"}}},
+        {"$id": "https://a.example/b", "properties": {"city": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"enum": ["x"]}}},
+    ],
+    ids=["a property", "within a definition", "itself", "with an id"],
+)
+def test_parameters_of_required_calls_may_refer_to_parts_of_themselves(server: Running, parameters: Any) -> None:
+    tools = [
+        TOOLS[1],
+        {"type": "function", "function": {"name": "look", "parameters": {"type": "object", **parameters}}},
+    ]
+    assert server.post(CHAT, messages=USER, tools=tools, tool_choice="required").status_code == 200
+    ((_, params),) = server.engine.submitted
+    assert params.structured_outputs is not None
+    for city, fits in (("x", True), ("y", False)):
+        for arguments in (
+            {"city": city},
+            {"next": {"city": city}} if "next" in parameters["properties"] else {"city": city},
+        ):
+            assert allows(params.structured_outputs, json.dumps([{"name": "look", "parameters": arguments}])) is fits
+
+
+def test_tools_may_be_called_instead_of_an_answer_with_a_form(server: Running) -> None:
+    asked: Any = {"messages": USER, "tools": TOOLS, "response_format": {"type": "json_object"}}
+    for choice in ("auto", "none"):
+        assert server.post(CHAT, **asked, tool_choice=choice).status_code == 200
+        wanted = server.engine.submitted[-1][1].structured_outputs
+        assert wanted is not None and allows(wanted, "{}") and not allows(wanted, "Hm.")
+        assert allows(wanted, TEXT.removeprefix("Hm.")) is (choice == "auto")
+    assert server.post(CHAT, messages=USER, tools=TOOLS, guided_regex="[a-z]").status_code == 200
+    assert server.engine.submitted[-1][1].structured_outputs == StructuredOutputs(regex="[a-z]")
+
 
 
 def test_a_schema_holds_for_what_follows_reasoning(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,10 +13,10 @@ from lamina.core.errors import RequestError
 from lamina.core.sampling import StructuredOutputs
 from lamina.core.types import ChatSettings
 from lamina.text.channels import MARKERS, ChannelAnswer
-from lamina.text.chat_format import ChatFormat
+from lamina.text.chat_format import TOOL_PARSERS, ChatFormat
 from lamina.text.chats import prepare_chat
 from lamina.text.tools import NamedFunction, NamedTool, forced_calls
-from tests.text.test_tool_calls import read
+from tests.text.test_tool_calls import CALLS, FORMS, read
 
 PROMPT = "<|start|>system<|message|>You are.<|end|><|start|>user<|message|>Hi<|end|><|start|>assistant"
 THOUGHT = "<|channel|>analysis<|message|>We < must.<|end|>"
@@ -113,12 +113,13 @@ def test_the_template_or_the_settings_say_that_a_model_writes_channels(
 
 
 class Tokens:
-    """One token per character of ASCII, and the special tokens of the format."""
+    """One token per character of ASCII, and special tokens."""
 
-    special_texts = {128 + place: marker for place, marker in enumerate(MARKERS)}  # noqa: RUF012
+    def __init__(self, special: Sequence[str] = MARKERS) -> None:
+        self.special_texts = {128 + place: text for place, text in enumerate(special)}
 
     def token(self, token_id: int) -> str | None:
-        return self.special_texts.get(token_id, chr(token_id)) if token_id < 128 + len(MARKERS) else None
+        return self.special_texts.get(token_id, chr(token_id)) if token_id < 128 + len(self.special_texts) else None
 
     def token_bytes(self, token_id: int) -> bytes:
         return (self.token(token_id) or "").encode()
@@ -137,9 +138,9 @@ class Tokens:
 EOS = {128 + MARKERS.index("<|call|>"), 128 + MARKERS.index("<|return|>")}
 
 
-def allows(wanted: StructuredOutputs, answer: str) -> bool:
+def allows(wanted: StructuredOutputs, answer: str, special: Sequence[str] = MARKERS) -> bool:
     """Whether ``answer`` may be drawn, and may end there."""
-    tokens = Tokens()
+    tokens = Tokens(special)
     grammars: Any = Grammars(lambda: tokens, sorted(EOS))  # type: ignore[arg-type, return-value]
     matcher = grammars.begin(wanted, 256).matcher
     ids = tokens.encode(answer)
@@ -193,6 +194,41 @@ def test_structured_outputs_hold_for_the_final_message(wanted: StructuredOutputs
     inside = think.constrain(wanted, "<think>\n")
     assert allows(inside, "hm 7</think>" + fits) and not allows(inside, fits)
     assert think.constrain(wanted, "") == wanted
+
+
+ANSWER = StructuredOutputs(json={"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("special", [True, False])
+def test_a_call_may_take_the_place_of_an_answer_that_must_match(form: str, special: bool) -> None:
+    """Calls begin with a special token, or with its text, as the model has it."""
+    family, text = FORMS[form]
+    marker = TOOL_PARSERS[family].first or TOOL_PARSERS[family].begin
+    if not (special or marker.isascii()):
+        pytest.skip("these models have special tokens for calls")
+    text, markers = text.replace("｜", "|").replace("▁", "_"), [*MARKERS, marker] if special else MARKERS
+    text = text.replace(marker.replace("｜", "|").replace("▁", "_"), marker)
+    text = text.partition("; ")[0] if form == "llama" else text
+    tools: Any = [{"type": "function", "function": {"name": name}} for name, _ in CALLS]
+    for prompt, thought in (("", ""), ("<think>", "So.</think>")):
+        chat = ChatFormat(family, ("<think>", "</think>"))
+        wanted = chat.constrain(ANSWER, prompt, tools, Tokens(markers).special_texts)
+        for answer in (text, '{"n": 1}'):
+            assert allows(wanted, thought + answer, markers), answer
+        for answer in ("Hm. " + text, '{"m": 1}', ""):
+            assert not allows(wanted, thought + answer, markers), answer
+        assert not allows(chat.constrain(ANSWER, prompt), thought + text, markers)
+
+
+def test_a_call_may_take_the_place_of_a_final_message_that_must_match() -> None:
+    wanted = FORM.constrain(ANSWER, PROMPT, TOOLS)
+    for before in ("", THOUGHT + NEXT):
+        assert allows(wanted, before + call("stop", "{}")) and allows(
+            wanted, before + '<|channel|>final<|message|>{"n": 1}'
+        )
+        assert not allows(wanted, before + "<|channel|>final<|message|>No.")
+    assert not allows(FORM.constrain(ANSWER, PROMPT), call("stop", "{}"))
 
 
 def test_the_answer_of_a_required_call_is_read_as_a_call() -> None:

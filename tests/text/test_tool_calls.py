@@ -386,3 +386,20 @@ def test_reasoning_is_divided_from_the_answer(seed: int | None, inside: bool) ->
     if not inside:
         plain = ReasoningParser(TAGS["deepseek_r1"], inside, PlainText())
         assert read(plain, " no <think>", sizes) == (" no <think>", "", [])
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "glm45", "mistral list", "deepseek v3"])
+@pytest.mark.parametrize("seed", [None, *range(5)])
+def test_calls_that_end_reasoning_that_never_ends_are_found(form: str, seed: int | None) -> None:
+    family, text = FORMS[form]
+    sizes = None if seed is None else random.Random(seed)
+    marker = TOOL_PARSERS[family].begin
+    for thought in ("I call.\n", f"A {marker} would do.\n"):
+        parser = ChatFormat(family, TAGS["deepseek_r1"]).parser("<think>", calls_parser("auto", family, []))()
+        content, reasoning, calls = read(parser, thought + text, sizes)
+        assert (content, reasoning) == ("", thought + text)
+        assert [(name, json.loads(arguments)) for name, arguments in calls] == CALLS
+    for whole in (text + "Or not?", text + "</think>Yes."):
+        parser = ChatFormat(family, TAGS["deepseek_r1"]).parser("<think>", calls_parser("auto", family, []))()
+        assert read(parser, whole, sizes)[2] == []
+    assert read(ChatFormat(family, TAGS["deepseek_r1"]).parser("<think>", None)(), text, sizes)[2] == []
