@@ -13,9 +13,10 @@ from lamina.core.outputs import Logprob
 from lamina.engine.updates import RequestUpdate
 from lamina.serve.http_errors import APIError
 from lamina.serve.requests import GenerationRequest
+from lamina.text.answer_reader import AnswerReader
 from lamina.text.detokenizer import named
 from lamina.text.tokenizer import Tokenizer
-from lamina.text.tool_calls import AnswerParser, CallArguments, CallBegins, Content, Event, Reasoning
+from lamina.text.tool_calls import CallArguments, CallBegins, Content, Event, Reasoning
 
 Json = dict[str, Any]
 
@@ -29,6 +30,8 @@ class Piece(NamedTuple):
     Attributes:
         choice: Index of the choice.
         text: New text.
+        texts: Text of ``text`` that each new token has completed, without an echoed prompt.
+        rest: Text of ``text`` after that of the last token.
         logprobs: Log-probabilities of new tokens; None if not requested.
         text_offsets: Offset of each token of ``logprobs`` in the choice's text.
         finish_reason: Why the choice has ended; None if it continues.
@@ -49,6 +52,8 @@ class Piece(NamedTuple):
     token_ids: Sequence[int] = ()
     begins: bool = False
     prompt_logprobs: Sequence[list[Logprob]] = ()
+    texts: Sequence[str] = ()
+    rest: str = ""
 
 
 class Sent:
@@ -65,6 +70,7 @@ class Sent:
         self._n = wanted.params.n
         self._echo = wanted.echo
         self._offsets: dict[int, int] = {}  # characters of the token texts sent so far, if logprobs are reported
+        self._silent = Counter[int]()  # tokens without a piece since the last piece, by choice
         self._begun = set[int]()
         self._ended = set[int]()
 
@@ -95,8 +101,10 @@ class Sent:
             for start in range(0, max(1, len(texts)), size):
                 stop = start + size
                 last = stop >= len(texts)
-                text = prefix + "".join(texts[start:stop]) + (completion.rest if last else "")
-                token_ids = completion.token_ids[max(start - echoed, 0) : max(stop - echoed, 0)]
+                rest = completion.rest if last else ""
+                text = prefix + "".join(texts[start:stop]) + rest
+                own = slice(max(start - echoed, 0), max(stop - echoed, 0))
+                token_ids = completion.token_ids[own]
                 logprobs, offsets = None, list[int]()
                 if positions is not None:
                     logprobs = [named(each, self._tokenizer)[:kept] for each in positions[start:stop]]
@@ -116,10 +124,14 @@ class Sent:
                         token_ids,
                         begins,
                         scored,
+                        [""] * self._silent.pop(choice, 0) + completion.texts[own],
+                        rest,
                     )
                     self._begun.add(choice)
                     begins, scored = False, ()
                     prefix, first = "", None
+                else:
+                    self._silent[choice] += len(token_ids)
             if ends:
                 self._ended.add(choice)
 
@@ -227,12 +239,13 @@ class BlockWriter(AnswerWriter):
     Subclasses give blocks and events their form.
 
     Attributes:
+        reader: Divides the answer.
         blocks: The blocks so far.
         last: The piece that has ended the choice.
     """
 
-    def __init__(self, parser: AnswerParser) -> None:
-        self._parser = parser
+    def __init__(self, reader: AnswerReader) -> None:
+        self.reader = reader
         self._open: Block | None = None
         self.blocks: list[Block] = []
         self.last: Piece | None = None
@@ -257,12 +270,11 @@ class BlockWriter(AnswerWriter):
         return msgspec.json.encode(self.whole(usage))
 
     def _read(self, piece: Piece) -> Iterator[Change]:
-        for event in self._parser.append(piece.text):
+        ends = piece.finish_reason is not None
+        for event in self.reader.read_tokens(piece.texts, piece.rest, ends):
             yield from self._add(event)
-        if piece.finish_reason is not None:
+        if ends:
             self.last = piece
-            for event in self._parser.flush():
-                yield from self._add(event)
             yield from self._close()
 
     def _add(self, event: Event) -> Iterator[Change]:

@@ -191,7 +191,7 @@ class MessagesWriter(BlockWriter):
     """The form of ``/v1/messages``."""
 
     def __init__(self, wanted: GenerationRequest, model: str) -> None:
-        super().__init__(wanted.make_parser())
+        super().__init__(wanted.make_reader())
         self._ids: dict[int, str] = {}
         self._message: Json = {
             "id": f"msg_{uuid.uuid4().hex}",

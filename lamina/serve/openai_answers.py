@@ -16,16 +16,6 @@ from lamina.text.tool_calls import CallArguments, CallBegins, Content, Event, Re
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
-def counts(usage: Usage) -> Json:
-    """Return the token counts in OpenAI's form."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.drawn,
-        "total_tokens": usage.prompt_tokens + usage.drawn,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
-
-
 class CompletionWriter(AnswerWriter):
     """The form of ``/v1/completions``."""
 
@@ -60,7 +50,16 @@ class CompletionWriter(AnswerWriter):
         return between + msgspec.json.encode(self.choice(piece))
 
     def end_answer(self, usage: Usage) -> bytes:
-        return b'],"usage":' + msgspec.json.encode(counts(usage)) + b"}"
+        return b'],"usage":' + msgspec.json.encode(self.counts(usage)) + b"}"
+
+    def counts(self, usage: Usage) -> Json:
+        """Return the token counts."""
+        return {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.drawn,
+            "total_tokens": usage.prompt_tokens + usage.drawn,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        }
 
     def choice(self, piece: Piece) -> Json:
         choice = completion_choice(piece) | self._token_ids(piece)
@@ -84,7 +83,7 @@ class CompletionWriter(AnswerWriter):
     def _chunk(self, choices: Sequence[Json], usage: Usage, last: bool = False, of_prompt: Json | None = None) -> bytes:
         rest: Json = {**(of_prompt or {}), "choices": choices}
         if self._wanted.usage != "none":
-            rest["usage"] = counts(usage) if last or self._wanted.usage == "every" else None
+            rest["usage"] = self.counts(usage) if last or self._wanted.usage == "every" else None
         return self._head + msgspec.json.encode(rest)[1:] + b"\n\n"
 
 
@@ -95,7 +94,7 @@ class ChatWriter(CompletionWriter):
 
     def __init__(self, wanted: GenerationRequest, model: str) -> None:
         super().__init__(wanted, model)
-        self._parsers = [wanted.make_parser() for _ in range(wanted.params.n)]
+        self._readers = [wanted.make_reader() for _ in range(wanted.params.n)]
         self._calling = set[int]()  # choices with calls
         self._of_prompt: Json = {"prompt_token_ids": wanted.prompts[0]} if wanted.token_ids else {}
 
@@ -104,12 +103,17 @@ class ChatWriter(CompletionWriter):
         choices = [{"index": i, **opening} for i in range(self._wanted.params.n)]
         return self._chunk(choices, usage, of_prompt=self._of_prompt)
 
+    def counts(self, usage: Usage) -> Json:
+        if not any(reader.reasons for reader in self._readers):
+            return super().counts(usage)
+        reasoning = sum(reader.reasoning_tokens for reader in self._readers)
+        return super().counts(usage) | {"completion_tokens_details": {"reasoning_tokens": reasoning}}
+
     def end_answer(self, usage: Usage) -> bytes:
-        return b"]," + msgspec.json.encode({**self._of_prompt, "usage": counts(usage)})[1:]
+        return b"]," + msgspec.json.encode({**self._of_prompt, "usage": self.counts(usage)})[1:]
 
     def choice(self, piece: Piece) -> Json:
-        parser = self._parsers[piece.choice]
-        found = chat_delta(parser.append(piece.text) + parser.flush())
+        found = chat_delta(self._readers[piece.choice].read_tokens(piece.texts, piece.rest, last=True))
         if self._wanted.prompt_logprobs and piece.choice == 0:
             self._of_prompt["prompt_logprobs"] = _prompt_logprobs(piece)
         message: Json = {
@@ -124,9 +128,8 @@ class ChatWriter(CompletionWriter):
         return self._with_rest(piece, "message", message)
 
     def delta(self, piece: Piece) -> Json | None:
-        parser = self._parsers[piece.choice]
-        events = parser.append(piece.text) + (parser.flush() if piece.finish_reason is not None else [])
-        found = chat_delta(events)
+        ends = piece.finish_reason is not None
+        found = chat_delta(self._readers[piece.choice].read_tokens(piece.texts, piece.rest, ends))
         if "tool_calls" in found:
             self._calling.add(piece.choice)
         if not found and piece.logprobs is None and piece.finish_reason is None and not self._wanted.token_ids:

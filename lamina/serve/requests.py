@@ -10,9 +10,10 @@ from lamina.engine.streams import Runtime
 from lamina.models.directory import Defaults
 from lamina.serve.bodies import Body, ChatBody, CompletionBody, parse
 from lamina.serve.http_errors import APIError
+from lamina.text.answer_reader import AnswerReader
 from lamina.text.grammars import compile_grammar
 from lamina.text.prompts import encode_chat, prompt_tokens
-from lamina.text.tool_calls import AnswerParser, CallArguments, CallBegins, Event, Filtered, PlainText, Reasoning
+from lamina.text.tool_calls import PlainText
 from lamina.text.tools import ToolChoice, calls_parser, forced_calls
 
 COMPLETION_TOKENS = 16
@@ -37,7 +38,7 @@ class GenerationRequest:
         echo: For each prompt, the text to put before its completions; empty for none.
         echoes_alone: Whether the answer has nothing but the echo: the token that the engine draws is left out.
         ignored: Names of the body's fields that have no effect.
-        make_parser: Makes the parser that divides a choice's text into content, reasoning and tool calls.
+        make_reader: Makes what divides a choice's text into content, reasoning and tool calls.
         repeated: Fields of the body that the answer repeats.
     """
 
@@ -51,7 +52,7 @@ class GenerationRequest:
     echo: Sequence[str] = ()
     echoes_alone: bool = False
     ignored: Sequence[str] = ()
-    make_parser: Callable[[], AnswerParser] = PlainText
+    make_reader: Callable[[], AnswerReader] = lambda: AnswerReader(PlainText())
     repeated: Mapping[str, Any] = field(default_factory=dict)
 
     def submissions(self, max_model_len: int) -> list[tuple[list[int], SamplingParams]]:
@@ -151,15 +152,10 @@ def chat_generation(
         prompt = prompt_tokens(engine.tokenizer, tokens, params, engine.max_model_len)
     make_parser = form.parser(text, calls_parser(choice, form.tools, tools) if tools else None)
 
-    def is_wanted(event: Event) -> bool:
-        if isinstance(event, Reasoning):
-            return body.include_reasoning is not False
-        further = isinstance(event, CallBegins | CallArguments) and event.index > 0
-        return not further or body.parallel_tool_calls is not False
+    def reader() -> AnswerReader:
+        return AnswerReader(make_parser(), body.include_reasoning is not False, body.parallel_tool_calls is not False)
 
-    return _generation(
-        body, engine, [prompt], params, clamped=clamped, make_parser=lambda: Filtered(make_parser(), is_wanted)
-    )
+    return _generation(body, engine, [prompt], params, clamped=clamped, make_reader=reader)
 
 
 def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> str:

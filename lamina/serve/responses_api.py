@@ -174,7 +174,7 @@ class ResponsesWriter(BlockWriter):
     """The form of ``/v1/responses``."""
 
     def __init__(self, wanted: GenerationRequest, model: str) -> None:
-        super().__init__(wanted.make_parser())
+        super().__init__(wanted.make_reader())
         self._ids: dict[int, tuple[str, str]] = {}  # of items and of calls, by block
         self._number = 0
         params = wanted.params
@@ -221,7 +221,7 @@ class ResponsesWriter(BlockWriter):
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
             "output_tokens": usage.drawn,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.reader.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.drawn,
         }
         whole = {

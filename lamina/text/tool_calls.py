@@ -47,6 +47,16 @@ Event = Content | Reasoning | CallBegins | CallArguments
 class AnswerParser(Protocol):
     """Divides the text of one answer into events."""
 
+    @property
+    def may_reason(self) -> bool:
+        """Whether reasoning may follow."""
+        ...
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text so far ends within reasoning."""
+        ...
+
     def append(self, text: str) -> list[Event]:
         """Return the events of further text."""
         ...
@@ -59,24 +69,13 @@ class AnswerParser(Protocol):
 class PlainText:
     """All text is content."""
 
+    may_reason = in_reasoning = False
+
     def append(self, text: str) -> list[Event]:
         return [Content(text)] if text else []
 
     def flush(self) -> list[Event]:
         return []
-
-
-class Filtered:
-    """Passes the events of another parser for which ``is_wanted`` returns True."""
-
-    def __init__(self, parser: AnswerParser, is_wanted: Callable[[Event], bool]) -> None:
-        self._parser, self._is_wanted = parser, is_wanted
-
-    def append(self, text: str) -> list[Event]:
-        return list(filter(self._is_wanted, self._parser.append(text)))
-
-    def flush(self) -> list[Event]:
-        return list(filter(self._is_wanted, self._parser.flush()))
 
 
 def held_back(text: str, *markers: str) -> int:
@@ -92,15 +91,17 @@ class Calls:
 
     begin = ""
     """The marker before a call."""
+
     first = ""
     """The marker before the first call, if that is another one."""
-
 
     also: tuple[str, ...] = ()
     """Further markers that begin a call, and are a part of it."""
 
     end = ""
     """The marker after a call, which is left out."""
+
+    may_reason = in_reasoning = False
 
     noise: tuple[str, ...] = ()
     """Further markers around calls that are left out. They must be special tokens, which content never has."""

@@ -46,6 +46,25 @@ def test_calls_are_found_in_an_answer(client: openai.OpenAI, server: Running, mo
     assert len({*ids}) == 4
 
 
+@pytest.mark.parametrize("more", [{}, {"include_reasoning": False}])
+def test_usage_has_the_tokens_of_reasoning(
+    client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    """Tokens have seven characters here: one is the opening tag, the last one the end of the closing tag and more."""
+    script(monkeypatch, "<think>1234567" + "1234567" + "</think" + ">Hm.")
+    asked: Any = {"model": "fake", "messages": USER, "n": 2, "extra_body": more}
+    whole = client.chat.completions.create(**asked).usage
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    for usage in (whole, chunks[-1].usage):
+        assert usage is not None and usage.completion_tokens_details is not None
+        assert (usage.completion_tokens, usage.completion_tokens_details.reasoning_tokens) == (10, 6)
+    answer = client.responses.create(model="fake", input="a")
+    assert answer.usage is not None and answer.usage.output_tokens_details.reasoning_tokens == 3
+    monkeypatch.setattr(FakeTokenizer, "chat_format", ChatFormat("hermes", None))
+    plain = client.chat.completions.create(**asked).usage
+    assert plain is not None and plain.completion_tokens_details is None
+
+
 def test_calls_stream_as_deltas(client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     script(monkeypatch, TEXT)
     with client.chat.completions.stream(model="fake", messages=USER, tools=TOOLS) as stream:
@@ -94,25 +113,6 @@ def test_a_required_call_is_enforced(
     assert schema["$defs"] == {reference.removeprefix("#/$defs/"): {"enum": ["x"]}}
 
 
-def test_a_named_call_is_enforced(client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    script(monkeypatch, '{"city": "x"}')
-    choice: Any = {"type": "function", "function": {"name": "look"}}
-    answer = client.chat.completions.create(model="fake", messages=USER, tools=TOOLS, tool_choice=choice)
-    call: Any
-    (call,) = answer.choices[0].message.tool_calls or [None]
-    assert (call.function.name, call.function.arguments) == ("look", '{"city": "x"}')
-    ((_, params),) = server.engine.submitted
-    assert params.structured_outputs is not None and json.loads(params.structured_outputs.json) == PARAMETERS
-
-
-def test_a_forced_call_may_follow_reasoning(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    script_template(monkeypatch, "{{ tools[0] }}<think>\n")
-    script(monkeypatch, 'So.</think>[{"name": "stop", "parameters": {}}]')
-    message = server.post(CHAT, messages=USER, tools=TOOLS, tool_choice="required").json()["choices"][0]["message"]
-    assert message["reasoning_content"] == "So." and message["tool_calls"][0]["function"]["name"] == "stop"
-    ((_, params),) = server.engine.submitted
-    assert params.structured_outputs is not None and params.structured_outputs.grammar is not None
-
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -152,6 +152,25 @@ def test_tools_may_be_called_instead_of_an_answer_with_a_form(server: Running) -
     assert server.post(CHAT, messages=USER, tools=TOOLS, guided_regex="[a-z]").status_code == 200
     assert server.engine.submitted[-1][1].structured_outputs == StructuredOutputs(regex="[a-z]")
 
+
+def test_a_named_call_is_enforced(client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(monkeypatch, '{"city": "x"}')
+    choice: Any = {"type": "function", "function": {"name": "look"}}
+    answer = client.chat.completions.create(model="fake", messages=USER, tools=TOOLS, tool_choice=choice)
+    call: Any
+    (call,) = answer.choices[0].message.tool_calls or [None]
+    assert (call.function.name, call.function.arguments) == ("look", '{"city": "x"}')
+    ((_, params),) = server.engine.submitted
+    assert params.structured_outputs is not None and json.loads(params.structured_outputs.json) == PARAMETERS
+
+
+def test_a_forced_call_may_follow_reasoning(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    script_template(monkeypatch, "{{ tools[0] }}<think>\n")
+    script(monkeypatch, 'So.</think>[{"name": "stop", "parameters": {}}]')
+    message = server.post(CHAT, messages=USER, tools=TOOLS, tool_choice="required").json()["choices"][0]["message"]
+    assert message["reasoning_content"] == "So." and message["tool_calls"][0]["function"]["name"] == "stop"
+    ((_, params),) = server.engine.submitted
+    assert params.structured_outputs is not None and params.structured_outputs.grammar is not None
 
 
 def test_a_schema_holds_for_what_follows_reasoning(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
