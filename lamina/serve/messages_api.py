@@ -21,6 +21,8 @@ MESSAGES_PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
 
 _TEXTS = ("text",)
 
+_BILLING = "x-anthropic-billing-header"
+
 _WITHOUT_EFFECT = ("metadata", "service_tier", "cache_control", "inference_geo")
 
 _NAMES = {"stop": "stop_sequences", "response_format": "output_config"}
@@ -63,6 +65,7 @@ class _Format(msgspec.Struct):
 
 class _OutputConfig(msgspec.Struct):
     format: _Format | None = None
+    effort: str | None = None
 
 
 class MessagesBody(msgspec.Struct):
@@ -94,8 +97,8 @@ def read_messages(engine: Runtime, raw: bytes, counting: bool = False) -> Genera
     if body.max_tokens is None and not counting:
         raise APIError(400, "max_tokens: Field required", param="max_tokens")
     messages: list[Json] = []
-    if body.system:
-        messages.append({"role": "system", "content": text_content("system", body.system, _TEXTS, "system")})
+    if system := _without_billing(body.system or []):
+        messages.append({"role": "system", "content": text_content("system", system, _TEXTS, "system")})
     for index, message in enumerate(body.messages):
         messages += _translated(f"messages[{index}].content", message)
     sampling: dict[str, Any] = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
@@ -114,11 +117,22 @@ def read_messages(engine: Runtime, raw: bytes, counting: bool = False) -> Genera
         chat_template_kwargs=None
         if body.thinking is None
         else {"enable_thinking": body.thinking.get("type") != "disabled"},
+        reasoning_effort=None if body.output_config is None else body.output_config.effort,
         response_format=None if wanted is None else ResponseFormat("json_schema", schema=wanted.schema),
         sampling={name: value for name, value in sampling.items() if value is not None},
         ignored=ignored + sorted(f"tools.{kind}" for kind in others),
     )
     return chat_generation(engine, chat, clamped=True, names=_NAMES)
+
+
+def _without_billing(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return the texts of a system message without Claude Code's first one.
+
+    It differs in every request, so that no prefix of the prompt would be found in the cache.
+    """
+    if isinstance(content, str):
+        return "" if content.startswith(_BILLING) else content
+    return [block for block in content if not str(block.get("text", "")).startswith(_BILLING)]
 
 
 def _choice(choice: _Choice | None) -> ToolChoice | None:
@@ -131,6 +145,8 @@ def _choice(choice: _Choice | None) -> ToolChoice | None:
 
 def _translated(place: str, message: _Message) -> list[Json]:
     """Return the messages of a chat that say what one message says: results of tools have messages of their own."""
+    if message.role == "system" and not _without_billing(message.content):
+        return []
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results, calls, texts, thoughts = [], [], [], []

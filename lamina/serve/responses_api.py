@@ -71,12 +71,16 @@ class _Repeated(msgspec.Struct, omit_defaults=True):
     """The fields that answers repeat as they were given."""
 
     instructions: Any = None
+    max_tool_calls: Any = None
     metadata: Any = None
     parallel_tool_calls: Any = None
+    prompt_cache_key: Any = None
     reasoning: Any = None
+    safety_identifier: Any = None
     text: Any = None
     tool_choice: Any = None
     tools: Any = None
+    user: Any = None
 
 
 def read_response(engine: Runtime, raw: bytes) -> GenerationRequest:
@@ -157,7 +161,8 @@ def _add_item(messages: list[Json], place: str, item: Json) -> None:
         last = messages[-1]
         if kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
-            last["reasoning_content"] = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+            thought = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+            last["reasoning_content"] = "\n".join(filter(None, (last.get("reasoning_content"), thought)))
         else:
             function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
             last.setdefault("tool_calls", []).append(
@@ -183,21 +188,34 @@ class ResponsesWriter(BlockWriter):
             "object": "response",
             "created_at": int(time.time()),
             "status": "in_progress",
+            "background": False,
+            "completed_at": None,
             "error": None,
+            "frequency_penalty": params.frequency_penalty,
             "incomplete_details": None,
             "instructions": None,
             "max_output_tokens": params.max_tokens,
+            "max_tool_calls": None,
             "metadata": {},
             "model": model,
             "output": [],
             "parallel_tool_calls": True,
+            "presence_penalty": params.presence_penalty,
             "previous_response_id": None,
+            "prompt_cache_key": None,
+            "reasoning": None,
+            "safety_identifier": None,
+            "service_tier": "default",
             "store": False,
             "temperature": params.temperature,
+            "text": {"format": {"type": "text"}},
             "tool_choice": "auto",
             "tools": [],
+            "top_logprobs": 0,
             "top_p": params.top_p,
+            "truncation": "disabled",
             "usage": None,
+            "user": None,
             **wanted.repeated,
         }
 
@@ -226,6 +244,7 @@ class ResponsesWriter(BlockWriter):
         }
         whole = {
             "status": "incomplete" if self._cut else "completed",
+            "completed_at": None if self._cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if self._cut else None,
             "output": [self._item(block, self._status(block)) for block in self.blocks],
             "usage": counts,

@@ -98,7 +98,8 @@ class ChatTemplate:
         not read lists of parts gets the texts of the parts, joined by line breaks. A message of the role "developer"
         is one of the role "system" for templates that would leave it out. If a template fails on tool calls, it is
         rendered again with an empty string for missing content, with arguments as JSON text, which some templates
-        concatenate, and with ids of nine characters, which Mistral's templates require.
+        concatenate, and with ids of nine characters, which Mistral's templates require. If it refuses system messages
+        after the first message, as Qwen3.5's does, their texts are put into the messages before them.
 
         Args:
             tools: the functions that the model may call, OpenAI style.
@@ -118,14 +119,29 @@ class ChatTemplate:
             raise RequestError("messages is empty; give at least one message")
         if continue_final_message:
             messages = [*messages[:-1], _with_tag(messages[-1])]
-        render = functools.partial(self._render, messages, tools, add_generation_prompt, variables or {})
+        given = (tools, add_generation_prompt, variables or {})
         try:
-            prompt = _render_parts(render, messages)
+            prompt = self._in_any_form(messages, *given)
+        except RequestError as refusal:
+            folded = _fold_instructions(messages)
+            if folded == messages:
+                raise
+            try:
+                prompt = self._in_any_form(folded, *given)
+            except RequestError:
+                raise refusal from None
+        return _cut_at_tag(prompt) if continue_final_message else prompt
+
+    def _in_any_form(self, messages: Sequence[Mapping[str, Any]], *given: Any) -> str:
+        """Return the prompt in the first form of messages that the template takes. Raises RequestError for the usual
+        form."""
+        render = functools.partial(self._render, messages, *given)
+        try:
+            return _render_parts(render, messages)
         except RequestError:
             raise
         except Exception as error:  # a template is a program from the model's author: it may raise anything
-            prompt = _render_calls(render, messages, error)
-        return _cut_at_tag(prompt) if continue_final_message else prompt
+            return _render_calls(render, messages, error)
 
     def _render(
         self,
@@ -200,6 +216,36 @@ def _render_calls(render: Callable[..., str], messages: Sequence[Mapping[str, An
             with contextlib.suppress(Exception):
                 return render(form=form)
     raise RequestError(f"the model's chat template refuses these messages: {error}") from error
+
+
+_INSTRUCTIONS = ("system", "developer")
+
+
+def _fold_instructions(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return messages with system messages at most in the first place.
+
+    The texts of others end the message before them, or begin the user's next message after an assistant's: what comes
+    before them stays the same, so that it can be found in the prefix cache.
+    """
+    folded: list[Mapping[str, Any]] = []
+    begun = False  # whether the last message is made of instructions, and the user's may be added to it
+    for message in messages:
+        instructs = bool(folded) and message["role"] in _INSTRUCTIONS
+        if instructs and folded[-1]["role"] == "assistant":
+            folded.append({**message, "role": "user"})
+            begun = True
+        elif instructs or (begun and message["role"] == "user"):
+            folded[-1] = {**folded[-1], "content": _joined(folded[-1].get("content"), message.get("content"))}
+            begun = begun and instructs
+        else:
+            folded.append(message)
+            begun = False
+    return folded
+
+
+def _joined(first: Any, second: Any) -> str:
+    texts = [joined_text(content) if isinstance(content, list) else content or "" for content in (first, second)]
+    return "\n\n".join(filter(None, texts))
 
 
 _TAG = "LAMINA-CONTINUES-HERE "

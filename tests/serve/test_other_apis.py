@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from lamina.core.outputs import FinishReason
-from tests.support.scripted_engine import Running, refusal, script, script_template
+from tests.support.scripted_engine import CHAT, Running, refusal, script, script_template
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 TEMPLATE = (
@@ -216,6 +216,18 @@ def test_a_response_repeats_what_it_was_asked_for(client: openai.OpenAI) -> None
     assert {name: answer[name] for name in asked} == asked
 
 
+def test_a_response_has_all_fields_that_the_specification_requires(server: Running) -> None:
+    """Those of the schema ResponseResource of openresponses.org."""
+    required = """id object created_at completed_at status incomplete_details model previous_response_id instructions
+        output error tools tool_choice truncation parallel_tool_calls text top_p presence_penalty frequency_penalty
+        top_logprobs temperature reasoning user usage max_output_tokens max_tool_calls store background service_tier
+        metadata safety_identifier prompt_cache_key"""
+    answer = server.post(RESPONSES, input="a", user="u").json()
+    assert not {*required.split()} - answer.keys()
+    assert (answer["user"], answer["text"]) == ("u", {"format": {"type": "text"}})
+    assert answer["completed_at"] >= answer["created_at"]
+
+
 def test_an_answer_that_is_cut_off_is_incomplete(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.scripted_engine.END", FinishReason.LENGTH)
     answer = server.post(RESPONSES, input="a", tools=TOOLS[:1]).json()
@@ -279,6 +291,80 @@ def test_a_message_of_a_schema(server: Running, field: str) -> None:
     assert server.post(MESSAGES, **asked).status_code == 200
     ((_, params),) = server.engine.submitted
     assert params.structured_outputs is not None and json.loads(params.structured_outputs.json) == SCHEMA
+
+
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('System first.') }}"
+    "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("roles", "prompt"),
+    [
+        ("uS", "<user>0\n\n1"),
+        ("suS", "<system>0<user>1\n\n2"),
+        ("ssu", "<system>0\n\n1<user>2"),
+        ("suaSu", "<system>0<user>1<assistant>2<user>3\n\n4"),
+        ("suaSSuau", "<system>0<user>1<assistant>2<user>3\n\n4\n\n5<assistant>6<user>7"),
+        ("uaS", "<user>0<assistant>1<user>2"),
+    ],
+)
+def test_system_messages_at_any_place_reach_templates_that_take_one(
+    server: Running, monkeypatch: pytest.MonkeyPatch, roles: str, prompt: str
+) -> None:
+    """As Claude Code and Codex send them. Templates that take them get them where they are."""
+    names = {"s": "system", "S": "system", "u": "user", "a": "assistant"}
+    messages: Any = [{"role": names[role], "content": str(place)} for place, role in enumerate(roles)]
+    for path, more in ((CHAT, {"messages": messages}), (MESSAGES, {"messages": messages, "max_tokens": 5})):
+        script_template(monkeypatch, STRICT)
+        assert server.post(path, **more).status_code == 200
+        assert server.last_prompt() == prompt
+        script_template(monkeypatch, "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+        assert server.post(path, **more).status_code == 200
+        assert server.last_prompt() == "".join(f"<{m['role']}>{m['content']}" for m in messages)
+    script_template(monkeypatch, STRICT)
+    items = [{**m, "role": "developer" if m["role"] == "system" else m["role"]} for m in messages]
+    assert server.post(RESPONSES, input=items).status_code == 200
+    assert server.last_prompt() == prompt
+
+
+def test_a_template_s_refusal_is_that_of_the_messages_as_they_are(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script_template(monkeypatch, "{{ raise_exception(messages | length) }}")
+    messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
+    assert "refuses these messages: 2" in refusal(server.post(CHAT, messages=messages), 400)["message"]
+
+
+def test_a_text_that_differs_in_every_request_does_not_begin_the_prompt(server: Running) -> None:
+    """Claude Code's, which leaves nothing to find in the prefix cache."""
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
+    asked: Any = {
+        "max_tokens": 5,
+        "messages": [{"role": "system", "content": [billing]}, {"role": "user", "content": "a"}],
+    }
+    for system, prompt in (([billing, {"type": "text", "text": "s"}], "<system>s<user>a"), ([billing], "<user>a")):
+        assert server.post(MESSAGES, **asked, system=system).status_code == 200
+        assert server.last_prompt() == prompt
+    assert server.post(MESSAGES, **asked, system=billing["text"]).status_code == 200
+    assert server.last_prompt() == "<user>a"
+
+
+def test_effort_reaches_the_template(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    script_template(monkeypatch, "{{ reasoning_effort }} {{ enable_thinking }}")
+    asked: Any = {"max_tokens": 5, "messages": [{"role": "user", "content": "a"}], "output_config": {"effort": "low"}}
+    for more, prompt in (({}, "low True"), ({"thinking": {"type": "disabled"}}, "low False")):
+        assert server.post(MESSAGES, **asked, **more).status_code == 200
+        assert server.last_prompt() == prompt
+
+
+def test_all_reasoning_of_a_turn_is_kept(server: Running) -> None:
+    thoughts = [{"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": t}]} for t in "tu"]
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b"}]}
+    user = {"role": "user", "content": "a"}
+    assert server.post(RESPONSES, input=[user, thoughts[0], said, thoughts[1], user]).status_code == 200
+    assert server.last_prompt() == "<user>a<assistant>(t\nu)b<user>a"
 
 
 def test_a_refusal_in_the_history_of_a_response_is_a_text(server: Running) -> None:
