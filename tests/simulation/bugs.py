@@ -50,7 +50,7 @@ BUGS = [
     Bug(
         "abort_forgotten",
         "A request that was aborted while the engine was down runs to its end in the next engine.",
-        "ab94a50b",
+        "79ba1412",
         "lamina/engine/remote_engine.py",
         """\
             if aborted := [one.request for one in unfinished if self._asked[one.request].aborted]:
@@ -227,6 +227,17 @@ BUGS = [
 
 FOUND = [
     Bug(
+        "leaves_with_moves",
+        "A worker leaves whose KV moves for a request that has ended, and the target has not been told of that end.",
+        "ea4358f9",
+        "lamina/engine/members.py",
+        """\
+        for worker, sequences in self.recipients.overdue(math.inf):  # ends moves from and to workers that leave
+            self.tell([worker], Release(sequences))
+""",
+        "",
+    ),
+    Bug(
         "grows_unknown",
         "A sequence grows in a plan that does not run it, on a replica that does not know it.",
         "ec007eea",
@@ -240,7 +251,7 @@ FOUND = [
 """,
     ),
 ]
-"""Faults that the simulation has found, which its cases bring about (``tests.simulation.cases``)."""
+"""Faults that the simulation has found (``tests.simulation.cases`` brings some of them about)."""
 
 
 def named(name: str) -> Bug:
