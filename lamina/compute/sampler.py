@@ -10,7 +10,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ _CANDIDATES = 1024  # most likely tokens tried for top-p before a whole row is s
 _MIN_TEMPERATURE = 1e-6  # below it float32 cannot tell the distribution from its mode
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     """A sequence as the sampler sees it: how to draw its next token from one row of logits.
 
@@ -45,6 +45,8 @@ class Row:
         prompt: token ids, read only if ``repetition_penalty`` is on.
         output: token ids drawn so far, read only if a penalty is on or there are bad sequences.
         constraint: the state of the grammar that the sequence must match, after its last token.
+        special: whether more than temperature, min-p, top-k and top-p decides what is drawn and reported.
+        random: whether the token is drawn at random.
     """
 
     sequence: int
@@ -54,8 +56,17 @@ class Row:
     generated: int = 0
     eos_token_ids: Sequence[int] = ()
     prompt: Sequence[int] = ()
-    output: Sequence[int] = ()
+    output: list[int] = field(default_factory=list)
     constraint: Constraint | None = None
+    special: bool = field(init=False)
+    random: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self.random = not params.greedy
+        self.special = params.use_beam_search or params.logprobs is not None or self.constraint is not None
+        self.special |= params.reads_history or params.min_tokens > 0 or bool(params.forced_token_ids)
+        self.special |= params.logit_bias is not None or params.allowed_token_ids is not None
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
@@ -66,12 +77,13 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
     Raises LogitsError, without drawing, that names every row with a NaN, an infinity or no allowed token.
     """
     _require_matching(logits, rows)
-    scores = _constrain(logits, rows)
+    special = [r for r, row in enumerate(rows) if row.special]
+    scores = _constrain(logits, rows, special)
     highest, tokens = largest(scores)
     broken = [r for r, value in enumerate(highest.tolist()) if not math.isfinite(value)]
     if broken:
         raise LogitsError(broken, ruled_out=bool(largest(logits[broken])[0].isfinite().all()))
-    random = [r for r, row in enumerate(rows) if not row.params.greedy]
+    random = [r for r, row in enumerate(rows) if row.random]
     if random:
         chosen, places = [rows[r] for r in random], torch.tensor(random, device=scores.device)
         peaks, temperature = highest[places], _temperatures(chosen, scores.device)
@@ -81,10 +93,10 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
         draw(scores, places, peaks, least, temperature, keys, drawn)
         tokens[places] = drawn
     ids = tokens.tolist()
-    for r, row in enumerate(rows):
-        if row.generated < len(row.params.forced_token_ids):
-            ids[r] = row.params.forced_token_ids[row.generated]
-    logprobs = _logprobs(logits, ids, rows) | _continuations(logits, rows)
+    for r in special:
+        if rows[r].generated < len(rows[r].params.forced_token_ids):
+            ids[r] = rows[r].params.forced_token_ids[rows[r].generated]
+    logprobs = _logprobs(logits, ids, rows, special) | _continuations(logits, rows, special)
     return [
         Draw(row.sequence, token, logprobs.get(r, b"")) for r, (row, token) in enumerate(zip(rows, ids, strict=True))
     ]
@@ -93,7 +105,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
 def distribution(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Return the probabilities that ``sample`` draws from: float32 [R, V]. Rows must not be greedy."""
     _require_matching(logits, rows)
-    scores, temperature = _constrain(logits, rows), _temperatures(rows, logits.device)
+    scores, temperature = _constrain(logits, rows, range(len(rows))), _temperatures(rows, logits.device)
     highest, places = largest(scores)[0], torch.arange(len(rows), device=logits.device)
     least = _least(scores, places, highest, temperature, rows)
     return _scaled(scores, highest, least, temperature).softmax(-1)
@@ -104,13 +116,16 @@ def _require_matching(logits: Tensor, rows: Sequence[Row]) -> None:
         raise ValueError(f"logits have shape {list(logits.shape)}; {len(rows)} rows need [{len(rows)}, vocabulary]")
 
 
-def _constrain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Apply penalties, minimum length, biases and grammars to a float32 copy; ``logits`` itself if no row has any."""
-    penalized = [r for r, row in enumerate(rows) if row.params.penalizes]
-    too_short = [r for r, row in enumerate(rows) if row.generated < row.params.min_tokens]
-    grammars = {r: row.constraint for r, row in enumerate(rows) if row.constraint is not None}
-    biased = [r for r, row in enumerate(rows) if row.params.logit_bias or row.params.allowed_token_ids]
-    worded = [r for r, row in enumerate(rows) if row.params.bad_token_ids]
+def _constrain(logits: Tensor, rows: Sequence[Row], special: Sequence[int]) -> Tensor:
+    """Apply penalties, minimum length, biases and grammars to a float32 copy; ``logits`` itself if no row has any.
+
+    ``special``: the rows that may have any.
+    """
+    penalized = [r for r in special if rows[r].params.penalizes]
+    too_short = [r for r in special if rows[r].generated < rows[r].params.min_tokens]
+    grammars = {r: constraint for r in special if (constraint := rows[r].constraint) is not None}
+    biased = [r for r in special if rows[r].params.logit_bias or rows[r].params.allowed_token_ids]
+    worded = [r for r in special if rows[r].params.bad_token_ids]
     if not penalized and not too_short and not grammars and not biased and not worded:
         return logits
     scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
@@ -282,12 +297,12 @@ def _key(row: Row) -> int:
     return int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little", signed=True)
 
 
-def _logprobs(logits: Tensor, tokens: list[int], rows: Sequence[Row]) -> dict[int, bytes]:
+def _logprobs(logits: Tensor, tokens: list[int], rows: Sequence[Row], special: Sequence[int]) -> dict[int, bytes]:
     """Return packed logprobs by row that requests them: the drawn token, then the most likely ones, unconstrained."""
     by_count: dict[int, list[int]] = {}
-    for r, row in enumerate(rows):
-        if row.params.logprobs is not None:
-            by_count.setdefault(min(row.params.logprobs, logits.shape[1]), []).append(r)
+    for r in special:
+        if (count := rows[r].params.logprobs) is not None:
+            by_count.setdefault(min(count, logits.shape[1]), []).append(r)
     result: dict[int, bytes] = {}
     for count, asking in by_count.items():
         # Without indices where all rows ask: indexing copies R x V values.
@@ -302,9 +317,9 @@ def _logprobs(logits: Tensor, tokens: list[int], rows: Sequence[Row]) -> dict[in
     return result
 
 
-def _continuations(logits: Tensor, rows: Sequence[Row]) -> dict[int, bytes]:
+def _continuations(logits: Tensor, rows: Sequence[Row], special: Sequence[int]) -> dict[int, bytes]:
     """Return packed candidates by row of a beam, from which ``lamina.schedule.beam_search`` chooses."""
-    beams = [r for r, row in enumerate(rows) if row.params.use_beam_search]
+    beams = [r for r in special if rows[r].params.use_beam_search]
     if not beams:
         return {}
     logprobs = logits[beams].float().log_softmax(-1)

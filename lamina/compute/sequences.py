@@ -3,12 +3,12 @@
 import collections
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import torch
 
-from lamina.compute.constraints import Constraint, Grammars
+from lamina.compute.constraints import Grammars
 from lamina.compute.sampler import Row, sample
 from lamina.control.messages import Computed, StepDone
 from lamina.core.errors import LogitsError
@@ -17,46 +17,27 @@ from lamina.core.steps import Admission, StepPlan
 from lamina.core.types import Segment
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class _Completion:
     """What tokens of one completion are drawn from.
 
     Attributes:
         admission: The request's admission.
-        sequence: Number of the sequence.
-        index: Index of the completion within its request.
-        generated: Generated tokens that steps have run, in order.
-        constraint: State of the completion's grammar, if it has one.
+        row: The sampler's view of the token drawn last; ``row.output`` are the tokens that steps have run, in order.
     """
 
     admission: Admission
-    sequence: int
-    index: int
-    generated: list[int] = field(default_factory=list)
-    constraint: Constraint | None = None
+    row: Row
 
-    def row(self, position: int, eos_token_ids: list[int]) -> Row:
-        """Return the sampler's view of the token to draw for ``position``."""
-        return Row(
-            sequence=self.sequence,
-            params=self.admission.params,
-            seed=self.admission.seed,
-            completion=self.index,
-            generated=position - self.admission.prompt_length,
-            eos_token_ids=eos_token_ids,
-            prompt=self.admission.prompt,
-            output=self.generated,
-            constraint=self.constraint,
-        )
-
-    def follow(self, grammars: Grammars, vocabulary: int) -> None:
-        """Advance the sequence's grammar, if it has one, to its last token."""
-        wanted = self.admission.params.structured_outputs
-        if wanted is None:
-            return
-        if self.constraint is None:
-            self.constraint = grammars.begin(wanted, vocabulary)
-        self.constraint.advance(self.generated)
+    def advance(self, position: int, grammars: Grammars, vocabulary: int) -> Row:
+        """Return the sampler's view of the token to draw for ``position``; advance the grammar, if there is one."""
+        row = self.row
+        row.generated = position - self.admission.prompt_length
+        if (wanted := row.params.structured_outputs) is not None:
+            if row.constraint is None:
+                row.constraint = grammars.begin(wanted, vocabulary)
+            row.constraint.advance(row.output)
+        return row
 
 
 class Sequences:
@@ -92,8 +73,8 @@ class Sequences:
             if segment.sequence in self.segments:  # else the step leaves it out; a plan that runs it admits it
                 self.segments[segment.sequence] = grown(self.segments[segment.sequence], segment)
         for sequence, tokens in plan.histories.items():
-            completion = self._completions[sequence]
-            completion.generated, completion.constraint = list(tokens), None
+            row = self._completions[sequence].row
+            row.output, row.constraint = list(tokens), None
 
     def apply_part(self, plan: StepPlan) -> None:
         """Apply what a plan that another replica runs moves and releases of this replica's sequences.
@@ -114,7 +95,9 @@ class Sequences:
         for place, index in enumerate(admission.indices):
             sequence = admission.sequence + place
             self.segments[sequence] = placed.get(sequence) or for_sequence(sequence, admission.segments)
-            self._completions[sequence] = _Completion(admission, sequence, index)
+            eos, prompt = self._eos_token_ids, admission.prompt
+            row = Row(sequence, admission.params, admission.seed, index, eos_token_ids=eos, prompt=prompt)
+            self._completions[sequence] = _Completion(admission, row)
 
     def forget(self, sequences: Sequence[int]) -> None:
         """Drop sequences that are released."""
@@ -136,22 +119,23 @@ class Sequences:
         for part in plan.sequences:
             completion, count = self._completions.get(part.sequence), len(part.tokens)
             if completion is not None:
-                known = completion.admission.prompt_length + len(completion.generated) - part.start
-                completion.generated += tokens[row + max(known, 0) : row + count]
+                known = completion.admission.prompt_length + len(completion.row.output) - part.start
+                completion.row.output += tokens[row + max(known, 0) : row + count]
             row += count
 
     def draw(self, plan: StepPlan, logits: torch.Tensor | None) -> StepDone:
         """Draw one token for every sequence that the step draws for; several may share a prompt's last row."""
         if logits is None:
             return StepDone(plan.step, [])
-        rows: list[Row] = []
-        which: list[int] = []
-        for number, step in enumerate(step for step in plan.sequences if step.draws):
-            for sequence in step.draws:
-                self._completions[sequence].follow(self._grammars, logits.shape[1])
-            rows += [self._completions[sequence].row(step.stop, self._eos_token_ids) for sequence in step.draws]
-            which += [number] * len(step.draws)
-        logits = logits if len(which) == len(logits) else logits[which]
+        known, grammars, vocabulary = self._completions, self._grammars, logits.shape[1]
+        rows = [
+            known[sequence].advance(step.stop, grammars, vocabulary)
+            for step in plan.sequences
+            for sequence in step.draws
+        ]
+        if len(rows) != len(logits):
+            counts = (len(step.draws) for step in plan.sequences if step.draws)
+            logits = logits[[number for number, count in enumerate(counts) for _ in range(count)]]
         undrawable, error = set[int](), ""
         try:
             draws = sample(logits, rows)
@@ -159,11 +143,9 @@ class Sequences:
             undrawable, error = set(failed.rows), str(failed)
             good = [place for place in range(len(rows)) if place not in undrawable]
             draws = sample(logits[good], [rows[place] for place in good]) if good else []
-        tokens = self._agree([draw.token for draw in draws])
-        draws = [
-            draw if draw.token == token else msgspec.structs.replace(draw, token=token)
-            for draw, token in zip(draws, tokens, strict=True)
-        ]
+        drawn = [draw.token for draw in draws]
+        if (tokens := self._agree(drawn)) != drawn:
+            draws = [msgspec.structs.replace(draw, token=token) for draw, token in zip(draws, tokens, strict=True)]
         self.drawn.update((draw.sequence, draw.token) for draw in draws)
         return StepDone(plan.step, draws, [rows[place].sequence for place in sorted(undrawable)], error)
 
@@ -180,7 +162,7 @@ class Sequences:
         stops = collections.Counter(self._stops)
         stops |= collections.Counter(dict(itertools.chain.from_iterable(map(_decoded, self._last.values()))))
         return [
-            Computed(one.admission.request, one.index, sequence, stops[sequence], self.segments[sequence])
+            Computed(one.admission.request, one.row.completion, sequence, stops[sequence], self.segments[sequence])
             for sequence, one in self._completions.items()
             if stops[sequence]
         ]
