@@ -104,7 +104,7 @@ class StepExchange:
         self._lane, self._turn = plan.lane, plan.turn
         lane = plan.lane * rank.count + rank.number  # to memory workers, each rank is a lane of its own
         self._dtype = carrier.dtype
-        self._total = sum(len(step.tokens) for step in plan.sequences)
+        self._total = plan.row_count
         self._chunks = _plan_chunks(plan)
         self._share, self._scratch = share, scratch
         self._kept_rows: slice | torch.Tensor = slice(None)  # of a chunks' partial, those that attend to scratch memory
@@ -272,12 +272,12 @@ class StepExchange:
 
 def _plan_chunks(plan: StepPlan) -> LocalChunks | None:
     offsets, starts, rows = [0], [], []
-    row = 0
-    for step in plan.sequences:
-        count = len(step.tokens)
-        if attends_locally(step):
+    row = len(plan.decoding.sequences)
+    for chunk in plan.chunks:
+        count = len(chunk.tokens)
+        if attends_locally(chunk):
             rows.append(np.arange(row, row + count, dtype=np.int64))
-            starts.append(step.start)
+            starts.append(chunk.start)
             offsets.append(offsets[-1] + count)
         row += count
     if not rows:

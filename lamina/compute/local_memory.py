@@ -95,7 +95,7 @@ class LocalShare:
         self.worker, self.queries = store.worker, rows.queries
         self._store, self._tables, self._partials, self._spent = store, tables, partials, spent
         self._count = count = len(shards)
-        total, sent = count * sum(len(step.tokens) for step in tables.plan.sequences), store.device.sent
+        total, sent = count * tables.plan.row_count, store.device.sent
         self._new: Index | None = None
         stored, slots = rows.appends, tables.slots  # what ``attend`` stores before attention
         if tables.appends:  # attention itself stores these rows

@@ -92,7 +92,8 @@ class StepRun:
         self._own = [index for index, stage in enumerate(self._stages) if stage == replica.number]
         self._follows = follows and pipeline.stages > 1
         self._next = 0
-        positions = torch.tensor([at for step in plan.sequences for at in range(step.start, step.stop)])
+        prompts = [at for chunk in plan.chunks for at in range(chunk.start, chunk.stop)]
+        positions = torch.tensor(plan.decoding.starts + prompts)
         self._rows = Rows(torch.zeros(exchange.rows, dtype=torch.int64), pad(positions, exchange.rows), workspace)
         self._count = len(positions)
         self._news = False

@@ -358,7 +358,7 @@ class ComputeWorker(WorkerLoop):
                 self._queue_answer(StepDone(plan.step, []))
             return
         lane = self._lanes[plan.lane]
-        rows = self._runner.padded(sum(len(step.tokens) for step in plan.sequences))
+        rows = self._runner.padded(plan.row_count)
         segments, shards = self._sequences.segments, self._shards
         exchange = StepExchange(
             plan, segments, self._mail, self._overlap, self._runner, rows, shards, share, self._rank, kept

@@ -191,6 +191,11 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
         return bool(self.decoding.sequences or self.chunks)
 
     @functools.cached_property
+    def row_count(self) -> int:
+        """Number of tokens that run: one of each sequence that decodes, and those of the chunks."""
+        return len(self.decoding.sequences) + sum(len(chunk.tokens) for chunk in self.chunks)
+
+    @functools.cached_property
     def sequences(self) -> list[SequenceStep]:
         """All sequences that run, in the order of the batch's rows."""
         return self.decoding.steps + self.chunks
