@@ -46,6 +46,7 @@ class SegmentRows(msgspec.Struct, frozen=True, gc=False):
     """Rows [row, row + rows) of a step, the first at position ``start``, attend to tokens [kv_start, kv_stop).
 
     ``part`` numbers the query heads of the rows, as in ``HeadShards.spec``: the shard's, or a rank's share of them.
+    ``key`` is that of the segment.
     """
 
     sequence: int
@@ -56,6 +57,7 @@ class SegmentRows(msgspec.Struct, frozen=True, gc=False):
     kv_stop: int
     shard: int = 0
     part: int = 0
+    key: SegmentKey = 0, 0
 
 
 class PulledRows(msgspec.Struct, frozen=True, gc=False):
@@ -200,28 +202,19 @@ def message_rows(
                 if segment.worker != worker or (several and shard not in shards.shards_of(segment.heads)):
                     continue
                 first, last = segment.tokens
-                if last is None:
-                    last = stop
-                low, high = max(start, first), min(stop, last)
+                key = sequence, first * shards.count + shard
+                low = start if start > first else first  # ``max`` and ``min`` would take four times as long
+                high = stop if last is None or last > stop else last
                 if low < high and chunk and rank % sharers:
                     pass  # the first of those who share this shard sends them
                 elif low < high and chunk:
                     pulled.append(PulledRows(sequence, row + low - start, high - low, first, shard))
                 elif low < high:
                     adding.append((row + low - start, high - low))
-                    kept.append(((sequence, first * shards.count + shard), high - low))
-                seen = min(visible, last)
+                    kept.append((key, high - low))
+                seen = visible if high > visible else high
                 if first < seen:
-                    attend = SegmentRows(
-                        sequence=sequence,
-                        row=row,
-                        rows=count,
-                        start=start,
-                        kv_start=first,
-                        kv_stop=seen,
-                        shard=shard,
-                        part=part,
-                    )
+                    attend = SegmentRows(sequence, row, count, start, first, seen, shard, part, key)
                     if place >= 0:
                         further.append((place, attend))
                     else:

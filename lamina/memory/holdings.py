@@ -12,7 +12,7 @@ from lamina.core.heads import HeadShards
 from lamina.core.segments import by_sequence, forked, grown, moved, overlaps
 from lamina.core.steps import BLOCK, Fetch, Fork, KvMove, StepPlan, Switch
 from lamina.core.types import Segment
-from lamina.dataplane.wire import MessageRows, SegmentKey, SegmentRows
+from lamina.dataplane.wire import MessageRows, SegmentKey
 from lamina.memory.device.windows import STEPS_KEPT
 from lamina.memory.slab import Slab
 
@@ -156,10 +156,6 @@ class Holdings:
     def key(self, sequence: int, first: int, shard: int) -> SegmentKey:
         """Return the key of one shard of a segment, by the segment's first token."""
         return sequence, first * self.shards.count + shard
-
-    def key_of(self, attend: SegmentRows) -> SegmentKey:
-        """Return the key of the shard that rows attend to."""
-        return self.key(attend.sequence, attend.kv_start, attend.shard)
 
     def _fork(self, fork: Fork, renew: Renew) -> None:
         """Let a child share the slots of its parent's first tokens on this worker.

@@ -6,7 +6,7 @@ In Infinite-LLM's terms: the rManager.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,6 @@ from lamina.core.types import KvElement
 from lamina.dataplane.wire import (
     MessageRows,
     Piece,
-    SegmentKey,
     SegmentRows,
     check_placements,
     keys_values,
@@ -181,7 +180,7 @@ class KvStore:
         else:
             appended = self.slab.extend([segment for segment, _ in kept], [count for _, count in kept])
         cut = pieces(rows, self._overlap)
-        new = [] if self._by_part else appended_rows(rows, cut, self.held.key_of)
+        new = [] if self._by_part else appended_rows(rows, cut)
         tables = tuple(self._tables(rows.attends[piece.first : piece.last], new) for piece in cut)
         further = tuple(self._further(rows, piece) for piece in cut) if rows.further else ((),) * len(cut)
         inline, pulled = appended[: len(rows.appends)], appended[len(rows.appends) :]
@@ -222,7 +221,7 @@ class KvStore:
             rows=[attend.rows for attend in attends],
             query_start=[attend.start for attend in attends],
             kv_start=[attend.kv_start for attend in attends],
-            keys=[self.held.key_of(attend) for attend in attends],
+            keys=[attend.key for attend in attends],
             first=[0] * len(attends),
             stop=[attend.kv_stop - attend.kv_start for attend in attends],
             new=new,
@@ -316,7 +315,7 @@ def _as_it_is(array: Array) -> Array:
     return array
 
 
-def appended_rows(rows: MessageRows, pieces: tuple[Piece, ...], key: Callable[[SegmentRows], SegmentKey]) -> list[int]:
+def appended_rows(rows: MessageRows, pieces: tuple[Piece, ...]) -> list[int]:
     """Return, for each of ``rows.attends``, the row of the message's k and v that belongs to its only query, or -1.
 
     Empty unless the message has one piece and every row of its k and v belongs to such a query, as in decode steps.
@@ -325,5 +324,5 @@ def appended_rows(rows: MessageRows, pieces: tuple[Piece, ...], key: Callable[[S
         return []
     places = {segment: place for place, (segment, _) in enumerate(rows.kept)}
     own = [each.rows == 1 and each.kv_stop == each.start + 1 for each in rows.attends]
-    found = [places.pop(key(each), -1) if last else -1 for each, last in zip(rows.attends, own, strict=True)]
+    found = [places.pop(each.key, -1) if last else -1 for each, last in zip(rows.attends, own, strict=True)]
     return [] if places else found
