@@ -44,6 +44,12 @@ class SegmentTable:
     slots: IntArray
 
     @functools.cached_property
+    def arrays(self) -> tuple[IntArray, IntArray, npt.NDArray[np.int64], IntArray, IntArray]:
+        """All arrays in the order above, as the native kernels take them."""
+        offsets = self.kv_offsets.astype(np.int64, copy=False)
+        return self.query_offsets, self.query_start, offsets, self.kv_start, self.slots
+
+    @functools.cached_property
     def most_rows(self) -> int:
         """The most query rows of a pair: 1 if all decode."""
         return int(np.diff(self.query_offsets).max(initial=0))

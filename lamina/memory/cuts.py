@@ -6,7 +6,7 @@ Pure: the cuts depend on the step and the machine alone, so that results do not 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,7 @@ _TILE = 64  # tokens that the native kernel takes at once
 _FEWEST_TOKENS = 512  # of a range: merging shorter ones costs too much
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """Attention of query rows [start, stop), which are all rows of ``table``, over the table's tokens.
 
     Attributes:

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -52,8 +52,7 @@ class Pairs:
         )
 
 
-@dataclass(frozen=True)
-class New:
+class New(NamedTuple):
     """Tokens to store: k [T, Hkv, D], v [T, Hkv, Dv] and their slots [T], all as returned by ``Device.sent``."""
 
     k: Array
