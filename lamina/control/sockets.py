@@ -150,13 +150,16 @@ class KeyedRouter:
         """Yield identity, key and message of at most ``MAX_MESSAGES`` messages that have arrived."""
         for _ in range(MAX_MESSAGES):
             try:
-                identity, frame = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                identity = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            except ValueError:
+            frame = last = self.socket.recv(zmq.NOBLOCK, copy=False)
+            while last.more:
+                last = self.socket.recv(zmq.NOBLOCK, copy=False)
+            if last is not frame:
                 self.refusals.record("FRAME", "a message arrived in another number of parts than two")
                 continue
-            yield identity.bytes, str(frame.get("User-Id")).encode(), frame.bytes
+            yield identity, str(frame.get("User-Id")).encode(), frame.bytes
 
     def close(self) -> None:
         """Close the socket and end the authenticator's thread."""
