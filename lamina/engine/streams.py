@@ -134,20 +134,22 @@ class _Requests:
         with self._lock:
             if self._overrun is not None:
                 raise OverloadedError(self._overrun)
-            unread, self._unread, self._unread_tokens = self._unread, {}, 0
-            for index, update in unread.items():
-                if update.finished:
-                    self._running.discard(index)
-        return sorted(unread.items(), key=lambda item: item[0])
+            return self._pop()
 
     def pop_middle(self, most: int) -> list[Update]:
         """Remove and return the unread updates if none ends its request and they have at most ``most`` positions."""
         with self._lock:
             unread = self._unread.values()
             ends = self._overrun is not None or any([one.finished or one.error is not None for one in unread])
-            if ends or sum([one.positions for one in unread]) > most:
-                return []
-        return self.pop_unread()
+            return [] if ends or sum([one.positions for one in unread]) > most else self._pop()
+
+    def _pop(self) -> list[Update]:
+        """Remove and return the unread updates, in prompt order. The caller holds the lock."""
+        unread, self._unread, self._unread_tokens = self._unread, {}, 0
+        for index, update in unread.items():
+            if update.finished:
+                self._running.discard(index)
+        return sorted(unread.items(), key=lambda item: item[0])
 
     @property
     def done(self) -> bool:

@@ -3,8 +3,10 @@
 import dataclasses
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from lamina.control.frontend_messages import CompletionTokens
 from lamina.control.packed_logprobs import cut, drawn_logprob
@@ -18,8 +20,7 @@ from lamina.text.stop_strings import StopChecker, StopStrings
 from lamina.text.tokenizer import Tokenizer
 
 
-@dataclass(slots=True)
-class TokenUpdate:
+class TokenUpdate(msgspec.Struct):
     """New tokens of a request, as the engine publishes them.
 
     Attributes:
@@ -43,8 +44,7 @@ OnToken = Callable[[int, int], None]
 """Called with the index of a completion that continues, and its new token."""
 
 
-@dataclass(slots=True)
-class CompletionUpdate:
+class CompletionUpdate(msgspec.Struct):
     """New tokens of one completion: one entry per token in each list.
 
     Attributes:
@@ -55,8 +55,8 @@ class CompletionUpdate:
     """
 
     index: int
-    token_ids: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = []
+    texts: list[str] = []
     logprobs: list[Position] | None = None
     rest: str = ""
     finish_reason: FinishReason | None = None
@@ -82,8 +82,7 @@ class CompletionUpdate:
             self.finish_reason = FinishReason.LENGTH
 
 
-@dataclass(slots=True)
-class RequestUpdate:
+class RequestUpdate(msgspec.Struct):
     """New tokens and text of a request, as callers receive them.
 
     Attributes:
@@ -317,8 +316,8 @@ class Reading:
             return text.score / max(text.tokens, 1)
 
         best = sorted(whole.completions, key=score, reverse=True)[: self._request.params.n]
-        completions = [dataclasses.replace(one, index=place) for place, one in enumerate(best)]
-        return dataclasses.replace(whole, completions=completions)
+        completions = [msgspec.structs.replace(one, index=place) for place, one in enumerate(best)]
+        return msgspec.structs.replace(whole, completions=completions)
 
     def _read(self, part: CompletionTokens, news: CompletionUpdate) -> bool:
         """Add the text of ``part`` to ``news``; return True if a stop string has ended the completion."""
