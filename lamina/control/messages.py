@@ -385,7 +385,7 @@ class Connected(msgspec.Struct, tag=True, frozen=True):
     """Worker to engine: ready for steps."""
 
 
-class Draw(msgspec.Struct, array_like=True, frozen=True):
+class Draw(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The token drawn for one sequence. ``logprobs``: packed by ``packed_logprobs``; empty if none are wanted."""
 
     sequence: int

@@ -21,13 +21,13 @@ class TokenEnds:
 
     Attributes:
         tokens: Token ids that end a completion.
+        max_tokens: Most tokens of one completion; None for no limit.
     """
 
-    __slots__ = ("_eos", "_max_tokens", "_min_tokens", "tokens")
+    __slots__ = ("_eos", "_min_tokens", "max_tokens", "tokens")
 
     def __init__(self, params: SamplingParams, max_tokens: int | None, eos_token_ids: Collection[int]) -> None:
-        """``max_tokens``: Most tokens of one completion; None for no limit."""
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._min_tokens = params.min_tokens
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self.tokens = self._eos.union(params.stop_token_ids)
@@ -36,7 +36,7 @@ class TokenEnds:
         """Return the finish reason if ``token`` ends its completion, of which it is token number ``count``, from 1."""
         if token in self.tokens and count > self._min_tokens:
             return FinishReason.STOP
-        return FinishReason.LENGTH if count == self._max_tokens else None
+        return FinishReason.LENGTH if count == self.max_tokens else None
 
     def stop_token(self, token: int) -> int | None:
         """Return the stop token to report for a completion that stopped at ``token``; None for end of sequence."""
@@ -172,8 +172,9 @@ class TrackedRequest:
             return True
         if ends is None:
             raise RuntimeError(f"request {self.request.request_id} has drawn a token before it was started")
-        one.drawn += 1
-        news, reason = one.news, ends.finish_reason(token, one.drawn)
+        one.drawn = count = one.drawn + 1
+        may_end = token in ends.tokens or count == ends.max_tokens
+        news, reason = one.news, ends.finish_reason(token, count) if may_end else None
         if news is None and reason is None and self._is_known and self._on_token is not None:
             self._on_token(index, token)
             return False
