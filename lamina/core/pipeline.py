@@ -182,8 +182,8 @@ class Pipeline:
 
     def workers_of(self, lane: int, rotates: bool | None = None) -> tuple[int, ...]:
         """Return the compute workers that run slices of ``lane``: all stages and ranks of its replicas."""
-        count = self.workers
-        return tuple(replica * count + own for replica in self.replicas_of(lane, rotates) for own in range(count))
+        replicas, count = self.replicas_of(lane, rotates), self.workers
+        return tuple(range(replicas[0] * count, (replicas[-1] + 1) * count))
 
     def tick(self, lane: int, turn: int) -> int:
         """Return the place in time of slice ``turn`` of ``lane``: a replica runs the ready slice of the lowest tick."""

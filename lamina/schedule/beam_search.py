@@ -157,6 +157,9 @@ class Changes:
     preempted: list[Group] = field(default_factory=list)
 
 
+NO_CHANGES = Changes()
+
+
 class Beams:
     """Forks and releases the sequences of beams as they are chosen, and adds chosen beams to the next step."""
 
@@ -187,6 +190,8 @@ class Beams:
         Removes sequences that have drawn their last token first.
         """
         lane.decoding.remove_ended()
+        if not (lane.chosen or lane.due or lane.stepping):
+            return NO_CHANGES
         lane.rest()
         changes = Changes()
         chosen, lane.chosen = lane.chosen, {}

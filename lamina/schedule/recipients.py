@@ -141,7 +141,8 @@ class Recipients:
 
         ``now`` is in seconds of any monotonic clock.
         """
-        replicas = tuple(self._computes[number] for number in self._pipeline.workers_of(plan.lane, plan.rotates))
+        numbers = self._pipeline.workers_of(plan.lane, plan.rotates)
+        replicas = self._computes[numbers[0] : numbers[-1] + 1]
         parts: dict[str, dict[str, Any]] = {}
 
         def add(workers: Iterable[str], name: str, item: object) -> None:

@@ -469,8 +469,7 @@ class Scheduler:
         has more than its share of the seats.
         """
         self._growth.end_segments(lane)
-        self._preempt_each(self._growth.drain(lane))
-        self._preempt_each(self._growth.find_slots(lane))
+        self._preempt_each(itertools.chain(self._growth.drain(lane), self._growth.find_slots(lane)))
         if self._growth.note_stall(lane):
             self._admissions.note_freed()
         self._share_seats()
