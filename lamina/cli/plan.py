@@ -1,5 +1,6 @@
 """`lamina plan`: finds the pools that serve a model at the least cost per token, before anyone rents a GPU."""
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -146,7 +147,10 @@ def plan(
     served, requests = _workload(trace, lengths)
     server = Server(shape, served, costs, market, slo, VLLM)
     course = Course(shape, served, requests, market, slo, profile, engine=VLLM)
-    candidates = list(ways(shape, *pools, segments(served), lambda way: slo.affords(sum(way.usd_per_hour(market)))))
+    longest = max((one.prompt for one in requests), default=math.ceil(served.prompt))
+    candidates = list(
+        ways(shape, *pools, segments(served), lambda way: slo.affords(sum(way.usd_per_hour(market))), longest)
+    )
     table.show(server, course, candidates, model, trace, as_json)
 
 

@@ -27,6 +27,7 @@ def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> 
         second = " --memory local"
     lanes = f" --lanes {way.lanes} --pipelining {deployment.pipelining}" if way.kind is Kind.OFFLOADED else ""
     lanes += f" --kv-tokens-per-worker {way.segment}" if way.segment else ""
+    lanes += attention_option(way)
     chosen = f"--first {trial.requests}" if course.replays else f"--draw {trial.requests} --seed {SEED}"
     return (
         f"lamina simulate --model {shlex.quote(model)} --system {way.kind.system} "
@@ -103,9 +104,25 @@ def launch_command(way: "Way", shape: "ModelShape", model: str, batch: str) -> s
         + (" --partition head" if way.partition is Partition.HEAD else "")
         + batch
         + (f" --kv-tokens-per-worker {way.segment}" if way.segment else "")
+        + attention_option(way)
         + kv_option(shape)
         + quantization_option(shape, model, compute)
     )
+
+
+def attention_option(way: "Way") -> str:
+    """Return the option of ``lamina launch`` and ``lamina simulate`` for where prompts attend to earlier chunks.
+
+    Empty if the default, auto, is what the way has.
+    """
+    from lamina.cluster.pool import CPU
+    from lamina.planning.plan.ways import Kind
+
+    if way.scratch:
+        return " --prompt-attention compute"
+    faster = way.kind is Kind.OFFLOADED and way.compute.kind != CPU == way.second.kind
+    is_auto = way.replicas == 1 and (faster or way.kind is Kind.PREFILL)
+    return " --prompt-attention memory" if is_auto else ""
 
 
 def kv_option(shape: "ModelShape") -> str:

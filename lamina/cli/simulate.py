@@ -10,7 +10,7 @@ import typer
 
 from lamina.cli import options
 from lamina.core.errors import ConfigError, LaminaError
-from lamina.core.types import KvCacheDType
+from lamina.core.types import KvCacheDType, PromptAttention
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -93,6 +93,9 @@ def simulate(
     kv_tokens_per_worker: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of one sequence on one memory worker, if several have room.")
     ] = None,
+    prompt_attention: Annotated[
+        PromptAttention, typer.Option(help="Workers that attend to a prompt's earlier chunks, as in lamina launch.")
+    ] = "auto",
     prefix_cache: Annotated[
         bool,
         typer.Option(help="Keep KV for requests that begin with the same tokens, if the trace has this information."),
@@ -149,6 +152,7 @@ def simulate(
         slo_ttft_ms=slo_ttft_ms,
         policy=policy,
         kv_tokens_per_worker=kv_tokens_per_worker,
+        prompt_attention=prompt_attention,
         prefix_cache=prefix_cache,
         profile=ProfileStore.beside(hardware),
         prices=_market(prices, (kind, memory_kind, prefill_kind)),

@@ -47,7 +47,7 @@ def refusals(config: EngineConfig, computes: Sequence[str], memories: Sequence[s
     yield from _of_lanes(config, len(computes))
     yield from _of_placement(config)
     yield from _of_memory(config, computes, memories)
-    yield from _of_prompt_attention(config, len(computes), memories)
+    yield from refusals_of_prompt_attention(config, len(computes), memories)
     if config.quantization == "fp8" and CPU in computes:
         yield Refusal(
             f"quantization fp8 and compute {CPU}",
@@ -214,7 +214,8 @@ def _of_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence
         )
 
 
-def _of_prompt_attention(config: EngineConfig, computes: int, memories: Sequence[str]) -> Iterator[Refusal]:
+def refusals_of_prompt_attention(config: EngineConfig, computes: int, memories: Sequence[str]) -> Iterator[Refusal]:
+    """Yield the ``refusals`` that concern ``prompt_attention``. ``computes``: Number of compute workers."""
     if config.prompt_attention != "compute":
         return
     if set(memories) == {LOCAL} and not size(config.prefill):

@@ -3,6 +3,7 @@
 import random
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from lamina.core.types import DType
 from lamina.engine.engine import Engine
 from lamina.launch import launch
 from lamina.lowering import Target
+from lamina.planning.plan import hardware, model_shapes
+from lamina.planning.plan.workload import TracedRequest
+from lamina.planning.simulate import Deployment, replay, simulate
 from lamina.schedule.scheduler import Scheduler
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, greedy, served
@@ -118,6 +122,52 @@ def test_tokens_equal_hugging_face(
     first = {chunk.sequence for chunk in chunks if chunk.start == 0 and chunk.scratch}
     assert len(first) >= 10
     assert not [chunk for chunk in chunks if chunk.sequence in first and not chunk.scratch]
+
+
+CPUS = replace(hardware.load()["h100"], kind="cpu")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prompt_attention": "compute"},
+        {"prompt_attention": "auto"},
+        {"prompt_attention": "auto", "prefill": "cpu:1"},
+        {"prompt_attention": "memory", "prefill": "cpu:1", "memory": "local"},
+        {"prompt_attention": "compute", "prefill": "cpu:1", "memory": "local"},
+    ],
+    ids=lambda settings: " ".join(settings.values()),
+)
+def test_the_simulator_plans_the_chunks_of_the_runtime(
+    settings: dict[str, Any], llama: tuple[Path, list[list[int]]], chunks: list[SequenceStep]
+) -> None:
+    """Prompts that follow each other: where each chunk begins, how long it is, and where it attends."""
+    local, prefill = settings.get("memory") == "local", "prefill" in settings
+    engine = begin(llama[0], prefix_cache=False, lanes=1 + prefill, **{"memory": "cpu:1", **settings})
+    try:
+        for prompt in PROMPTS:
+            run_all(engine, [prompt], params())
+        check_empty(engine)
+    finally:
+        engine.close()
+    planned = [(chunk.start, len(chunk.tokens), chunk.scratch) for chunk in chunks]
+    chunks.clear()
+    deployment = Deployment(
+        model=model_shapes.find("Llama-2-7B"),
+        compute=CPUS,
+        compute_workers=1,
+        memory=None if local else CPUS,
+        memory_workers=0 if local else 1,
+        prefill=CPUS if prefill else None,
+        prefill_workers=int(prefill),
+        local=local,
+        lanes=1 + prefill,
+        max_num_seqs=6,
+        max_num_batched_tokens=CHUNK,
+        prompt_attention=settings["prompt_attention"],
+    )
+    simulate(deployment, replay(TracedRequest(1000.0 * n, len(each), TOKENS) for n, each in enumerate(PROMPTS)))
+    assert [(chunk.start, len(chunk.tokens), chunk.scratch) for chunk in chunks] == planned and len(planned) > 16
 
 
 @pytest.mark.slow

@@ -2,7 +2,8 @@
 
 Decode rows and prompt chunks share a step. With offloaded attention, q, k and v of all rows are sent to memory workers
 in every layer. A later chunk sends its q to the memory worker that has the earlier chunks, and receives the partials,
-like decode rows. The prompts of a step are on different memory workers, which also serve other lanes.
+like decode rows, unless the replica attends to a copy of them in scratch memory. The prompts of a step are on different
+memory workers, which also serve other lanes.
 """
 
 import collections
@@ -12,7 +13,10 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
+from lamina.cluster.pool import CPU
+from lamina.cluster.scratch import GPU_SHARE, PROMPTS, SHARE
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.plan.ways import Kind, Way
@@ -79,6 +83,8 @@ BUSY = np.array([0.05, *np.linspace(0.2, 0.8, 7), 0.85, 0.9, 0.95, 0.98, 1.0])
 class PromptAttention:
     """Seconds of attention per computed prompt token, of all layers, and its load on memory workers; by batch.
 
+    In scratch memory, attention to earlier chunks is part of ``own_s``, and memory workers are not asked.
+
     Attributes:
         own_s: On the compute workers.
         prefix_s: Latency of attention to earlier chunks on memory workers.
@@ -100,6 +106,21 @@ class PromptAttention:
     late_prefix_s: Floats
     late_asked: Floats
     late_size: Floats
+
+
+def scratch_tokens(model: CostModel, degree: int, longest: int, beside_kv: bool, reserved: float = 0.0) -> int:
+    """Return the tokens in scratch memory of one copy of the weights, as ``lamina.cluster.scratch`` sizes it.
+
+    Args:
+        model: Cost model of a device.
+        degree: Devices of the copy.
+        longest: Tokens of the longest request.
+        beside_kv: Whether the devices hold other KV too.
+        reserved: Bytes of each device that steps need.
+    """
+    share = SHARE if beside_kv or model.hardware.kind == CPU else GPU_SHARE
+    free = degree * (model.usable_bytes - reserved) - model.shape.weight_bytes
+    return min(PROMPTS * longest, max(0, int(share * free / model.shape.kv_bytes_per_token)))
 
 
 class Prompts:
@@ -129,7 +150,7 @@ class Prompts:
         offloaded = way.kind is Kind.OFFLOADED
         shared = way.memory_workers if offloaded else 1
         key = (
-            f"{compute.hardware.kind},{memory.hardware.kind},{offloaded}",
+            f"{compute.hardware.kind},{memory.hardware.kind},{offloaded},{way.scratch}",
             way.tensor_parallel,
             way.chunk,
             shared if way.segment else 1,
@@ -148,21 +169,17 @@ class Prompts:
 
     def _by_chunk(self, compute: CostModel, memory: CostModel, way: Way, found: float) -> Floats:
         """Return the figures of ``PromptAttention``, in their order, if ``found`` tokens are cached on average."""
-        layers, offloaded = compute.shape.layers, way.kind is Kind.OFFLOADED
+        layers = compute.shape.layers
         hits = self._lengths - self._computed(found)
-        starts = np.concatenate([np.arange(hit, n, way.chunk) for hit, n in zip(hits, self._lengths, strict=True)])
-        ends = np.concatenate(
-            [np.append(np.arange(hit + way.chunk, n, way.chunk), n) for hit, n in zip(hits, self._lengths, strict=True)]
-        )
-        sizes = ends - starts
-        before = np.zeros_like(starts) if offloaded else starts
-        own = layers * compute.chunk_attention_seconds(sizes, before, way.tensor_parallel)
-        prefix, parts = np.zeros_like(own), np.ones_like(own)
-        if offloaded:
-            room = way.segment or memory.kv_tokens
-            parts = np.clip(np.ceil(starts / room), 1, way.memory_workers)
-            prefix = layers * memory.prefix_attention_seconds(sizes, starts / parts)
-        asked = np.where(starts > 0, parts, 0.0) if offloaded else np.zeros_like(own)
+        each = [np.arange(hit, n, way.chunk) for hit, n in zip(hits, self._lengths, strict=True)]
+        starts = np.concatenate(each)
+        sizes = np.concatenate([np.diff(one, append=n) for one, n in zip(each, self._lengths, strict=True)])
+        asks = np.repeat(self._ask_memory(compute, way, hits), [len(one) for one in each])
+        own = layers * compute.chunk_attention_seconds(sizes, np.where(asks, 0.0, starts), way.tensor_parallel)
+        room = way.segment or memory.kv_tokens
+        parts = np.where(asks, np.clip(np.ceil(starts / room), 1, max(1, way.memory_workers)), 1.0)
+        prefix = layers * memory.prefix_attention_seconds(sizes, np.where(asks, starts / parts, 0.0))
+        asked = np.where(asks & (starts > 0), parts, 0.0)
         late = int(np.argsort(own + prefix)[min(len(own) - 1, int(PERCENTILE * len(own)))])
         total = sizes.sum()
         return np.array(
@@ -178,6 +195,13 @@ class Prompts:
                 sizes[late],
             ]
         )
+
+    def _ask_memory(self, compute: CostModel, way: Way, hits: Floats) -> NDArray[np.bool_]:
+        """Return whether memory workers attend to the earlier chunks of each prompt, of which ``hits`` were cached."""
+        if way.kind is not Kind.OFFLOADED or not way.scratch:
+            return np.full(hits.shape, way.kind is Kind.OFFLOADED)
+        room = scratch_tokens(compute, way.tensor_parallel, self._workload.longest, beside_kv=False)
+        return np.asarray((hits > 0) | (self._lengths > room))
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
@@ -327,6 +351,8 @@ class OffloadedSteps:
             late: Whether the chunks of ``having`` are those at PERCENTILE, late in long prompts.
         """
         way, attends = self.way, self.attends
+        own_s = np.maximum(attends.late_own_s, attends.own_s) if late and way.scratch else attends.own_s
+        added_s = added_s + tokens * (own_s - attends.own_s)
         own, prefix_s, asked = (
             (attends.late_size, attends.late_prefix_s, attends.late_asked)
             if late
@@ -341,6 +367,9 @@ class OffloadedSteps:
         latency_s = self.compute.shape.layers * self.memory.fits.runtime.round_trip_s
         path = self.dense_s + here_s + there_s + latency_s + self.attention_s
         path = path + min(having, 1) * (added_s + out_s + in_s + tokens * spread * prefix_s + back_s)
+        if way.scratch:  # K and V travel while the replica attends
+            travel_s = tokens * (self._compute_nic_s(kept) + spread * self._memory_nic_s(kept))
+            path = path - min(having, 1) * np.minimum(tokens * own_s, travel_s)
         load = (self.together * self.dense_s + having * added_s) / self.replicas
         arriving_s = tokens * self._memory_nic_s(kept + asked * query) / way.memory_workers
         wire = np.maximum(
@@ -396,8 +425,8 @@ class OffloadedSteps:
         sent = sent + (self.parts - 1) * 2 * self.rows * query
         return self._compute_nic_s(sent), self._memory_nic_s(sent / self.way.memory_workers)
 
-    def _compute_nic_s(self, nbytes: Floats) -> Floats:
+    def _compute_nic_s(self, nbytes: Floats | float) -> Floats:
         return self.compute.wire_seconds(nbytes / self.way.tensor_parallel)
 
-    def _memory_nic_s(self, nbytes: Floats) -> Floats:
+    def _memory_nic_s(self, nbytes: Floats | float) -> Floats:
         return self.memory.wire_seconds(nbytes)

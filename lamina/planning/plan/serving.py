@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lamina.kv.placement import AHEAD, WATERMARK
-from lamina.planning.plan.closed_form import PERCENTILE, OffloadedSteps, Prompts
+from lamina.planning.plan.closed_form import PERCENTILE, OffloadedSteps, Prompts, scratch_tokens
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.kernel_times import Floats
@@ -95,7 +95,7 @@ class Server:
             room = self.models[way.second.kind].kv_tokens * way.memory_workers
             if longest > room:
                 return f"the longest request has {longest} tokens; {way.memory_workers} {way.second.kind} hold {room}"
-            return None
+            return self._lacks_scratch(way)
         for kind in copies if way.kind is Kind.APART else copies[-1:]:
             count = self._lenders(way)
             room = int(0.98 * count * self._free(kind, degree, way.chunk))
@@ -103,6 +103,14 @@ class Server:
                 holders = f"{count * degree} {kind.kind} hold {room} beside the weights"
                 return f"the longest request has {longest} tokens; {holders}"
         return None
+
+    def _lacks_scratch(self, way: Way) -> str | None:
+        """Return why scratch memory has no room for a step's chunk; None if it has, or the way needs none."""
+        least, model = min(way.chunk, self.workload.longest), self.models[way.compute.kind]
+        held = scratch_tokens(model, way.tensor_parallel, self.workload.longest, beside_kv=False)
+        if not way.scratch or held >= least:
+            return None
+        return f"scratch memory of {way.tensor_parallel} {way.compute.kind} holds {held} tokens; a step has {least}"
 
     @staticmethod
     def _lenders(way: Way) -> int:

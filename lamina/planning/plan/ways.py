@@ -85,6 +85,8 @@ class Way:
         lanes: Lanes with ``OFFLOADED``, else 1.
         segment: With ``OFFLOADED``, most tokens of a sequence on one memory worker if others have free KV; None: any.
         partition: With ``OFFLOADED``, how memory workers divide attention.
+        scratch: With ``OFFLOADED``, whether a prompt's chunks attend to earlier chunks on the replica that runs them
+            (``--prompt-attention compute``).
     """
 
     kind: Kind = Kind.OFFLOADED
@@ -97,6 +99,7 @@ class Way:
     lanes: int = 1
     segment: int | None = None
     partition: Partition = Partition.REQUEST
+    scratch: bool = False
 
     @property
     def second(self) -> Hardware:
@@ -132,6 +135,7 @@ class Way:
             return f"{self.compute.kind}:{self.compute_workers} prefill, {second} decode, TP{self.tensor_parallel}"
         order = "rotating" if self.rotates else "fixed"
         parts = f", KV in parts of {self.segment}" if self.segment else ""
+        parts += ", prompts attend on compute" if self.scratch else ""
         return (
             f"{self.compute.kind}:{self.compute_workers} + {second} memory, {copies}, {self.lanes} {order} lanes{parts}"
         )
@@ -204,16 +208,20 @@ def ways(
     memory: Sequence[tuple[Hardware, int]],
     segments: Sequence[int | None] = (None,),
     affords: Callable[[Way], bool] = lambda way: True,
+    longest_prompt: float = math.inf,
 ) -> Iterator[Way]:
     """Yield every way with at most the given number of devices of each kind.
 
-    One pool has all devices that ``affords`` allows, since its cost per request does not depend on its size.
+    One pool has all devices that ``affords`` allows, since its cost per request does not depend on its size. Prompts of
+    one chunk, of ``longest_prompt`` tokens at most, attend to no earlier chunks.
     """
     kinds = _kinds(compute, memory)
     for way in layouts(shape, compute, memory):
         if way.partition is Partition.REQUEST:
+            stays = way.replicas == 1 or not way.rotates
             for chunk, segment in product(CHUNKS, segments if way.memory_workers > 1 else (None,)):
-                yield replace(way, chunk=chunk, segment=segment)
+                for scratch in (False, True) if stays and chunk < longest_prompt else (False,):
+                    yield replace(way, chunk=chunk, segment=segment, scratch=scratch)
     for kind, most in kinds.values():
         yield from _one_pool(shape, Kind.LOCAL, kind, most, affords)
     for kind, most in compute:

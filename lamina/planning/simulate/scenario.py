@@ -9,10 +9,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.cluster.pool import CPU
-from lamina.cluster.refusals import APART
+from lamina.cluster.pool import CPU, LOCAL
+from lamina.cluster.refusals import APART, refusals_of_prompt_attention
+from lamina.cluster.sizing import uses_scratch
+from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
-from lamina.core.types import Balance, Pipelining
+from lamina.core.pipeline import Pipeline
+from lamina.core.types import Balance, Pipelining, PromptAttention
+from lamina.planning.plan.closed_form import scratch_tokens
 from lamina.planning.plan.cost import CostModel, Fits
 from lamina.planning.plan.fit_store import ProfileStore
 from lamina.planning.plan.hardware import Hardware
@@ -140,6 +144,7 @@ class Deployment:
     max_num_batched_tokens: int = 2048
     slo_tbt_ms: int | None = None
     kv_tokens_per_worker: int | None = None
+    prompt_attention: PromptAttention = "auto"
     prefix_cache: bool = True
     balance: Balance = "off"
     policy: str = "fifo"
@@ -244,9 +249,14 @@ class Deployment:
         """Tokens of KV of each memory worker or, with local memory, of each copy of the weights."""
         if not self.local:
             return self.memory_cost.kv_tokens
-        usable = self.compute_cost.usable_bytes - self.host.reserved(self.max_num_batched_tokens)
+        usable = self.compute_cost.usable_bytes - self.reserved_bytes
         free = self.tensor_parallel * usable - self.model.weight_bytes
         return int(free / self.model.kv_bytes_per_token)
+
+    @property
+    def reserved_bytes(self) -> float:
+        """Bytes of a device with local memory that steps need."""
+        return self.host.reserved(self.max_num_batched_tokens)
 
     @property
     def host(self) -> Engine:
@@ -275,6 +285,34 @@ class Deployment:
                 f"{self.model.name} has {self.model.weight_bytes / 1e9:.0f} GB of weights; {tp} {cost.hardware.kind} "
                 f"hold {tp * cost.usable_bytes / 1e9:.0f} GB; {remedy}"
             )
+
+
+def scratch_of(
+    config: EngineConfig, pipeline: Pipeline, deployment: Deployment, holders: Sequence[Deployment], longest: int
+) -> list[int]:
+    """Return the tokens of each replica's scratch memory; the runtime decides whether there is any.
+
+    Args:
+        config: Settings of the runtime.
+        pipeline: Its lanes.
+        deployment: The pools.
+        holders: By replica, the deployment whose compute pool it is in.
+        longest: Tokens of the longest request.
+
+    Raises ConfigError for attention of prompts on compute workers where that has no effect.
+    """
+    local, memory = deployment.local, deployment.memory
+    memories = [] if memory is None else [memory.kind] * deployment.memory_workers
+    if refused := next(refusals_of_prompt_attention(config, len(holders), memories or [LOCAL]), None):
+        raise ConfigError(str(refused))
+    computes = {f"compute{index}": one.compute.kind for index, one in enumerate(holders)}
+    named = {f"memory{index}": kind for index, kind in enumerate(memories)}
+    if not uses_scratch(config, pipeline, {"compute": computes, "memory": named}):
+        return [0] * len(holders)
+    return [
+        scratch_tokens(one.compute_cost, one.tensor_parallel, longest, local, one.reserved_bytes if local else 0.0)
+        for one in holders
+    ]
 
 
 @lru_cache(maxsize=32)

@@ -90,9 +90,9 @@ class _Model:
 class StepModel(_Model):
     """Times of steps as the runtime runs them (``compute/exchange.py``).
 
-    Memory workers run decode attention and a chunk's attention to earlier chunks; the replica runs a chunk's attention
-    to itself. The time of an attention on a memory worker is linear in the tokens attended to, plus an arbitrary
-    function of the number of rows.
+    Memory workers run decode attention and a chunk's attention to earlier chunks, unless these are in the replica's
+    scratch memory; the replica runs a chunk's attention to itself. The time of an attention on a memory worker is
+    linear in the tokens attended to, plus an arbitrary function of the number of rows.
     """
 
     def __init__(self, deployment: Deployment) -> None:
@@ -145,14 +145,17 @@ class StepModel(_Model):
             length = len(chunk.tokens)
             rows += length
             draws += bool(chunk.draws)
-            chunks_s += self._chunk_s[length]
+            if chunk.scratch and chunk.start:
+                chunks_s += float(self._compute.chunk_attention_seconds(length, chunk.start, self._tp))
+            else:
+                chunks_s += self._chunk_s[length]
             own = split.get(chunk.sequence)
             places: Places = own.places if own is not None else ((home, 0, None),)
             before = dict(_tokens(places, chunk.start))
             for place, tokens in _tokens(places, chunk.start + length):
                 if kept := tokens - before[place]:
                     more.append((place, kept * self._kept_bytes * self._memory_byte_s, 0.0, 0.0))
-            if chunk.start:
+            if chunk.start and not chunk.scratch:
                 there = length * self._asked_bytes * self._memory_byte_s
                 for place, prefix in before.items():
                     if prefix:
@@ -265,9 +268,12 @@ class LocalStepModel(_Model):
                 if place != own and held:
                     other = borrowed[place]
                     other.pulled += held - before[place]
-                    other.asked += length if before[place] else 0
-                    other.chunks_s += float(self._holders[place].prefix_attention_seconds(length, before[place])) / tp
-            attention_s += float(cost.chunk_attention_seconds(length, before.get(own, 0), tp))
+                    if before[place] and not chunk.scratch:
+                        other.asked += length
+                        prefix_s = self._holders[place].prefix_attention_seconds(length, before[place])
+                        other.chunks_s += float(prefix_s) / tp
+            here_before = chunk.start if chunk.scratch else before.get(own, 0)
+            attention_s += float(cost.chunk_attention_seconds(length, here_before, tp))
         slice_s = self._slices.inner[rows] + attention_s
         shares = [self._share(place, one, slice_s) for place, one in borrowed.items()]
         self._lent.begin(plan.step, plan.lane, {place: seconds for place, _, seconds, _ in shares})

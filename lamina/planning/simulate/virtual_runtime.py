@@ -32,7 +32,7 @@ from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Request, Segment
 from lamina.kv.placement import Placement, others_of
 from lamina.planning.simulate.result import Decisions, PoolUse, RequestLog, Result, State, Stops
-from lamina.planning.simulate.scenario import Arrivals, Deployment, Fault, Ints
+from lamina.planning.simulate.scenario import Arrivals, Deployment, Fault, Ints, scratch_of
 from lamina.planning.simulate.step_times import Lent, LocalStepModel, SplitSequence, StepModel
 from lamina.schedule.limits import MAX_WAITING
 from lamina.schedule.policy import find_policy
@@ -109,9 +109,12 @@ class Simulation:
             pipelining=deployment.pipelining,
             max_num_seqs=deployment.max_num_seqs,
             max_num_batched_tokens=deployment.max_num_batched_tokens,
+            prompt_attention=deployment.prompt_attention,
         )
         self._pipeline = self._make_pipeline(len(self._holders))
         self._memories = [f"memory{index}" for index in range(deployment.memory_workers)]
+        self._longest = 1 + int((arrivals.prompt + self._asked).max(initial=2))
+        self._scratch = scratch_of(self._config, self._pipeline, deployment, self._holders, self._longest)
         self._places = [*self._topology.capacities]
         bounds = deployment.prefill_bounds
         self._roles = (
@@ -156,10 +159,9 @@ class Simulation:
 
     def _make_turn(self) -> Turn:
         deployment, shape = self._deployment, self._deployment.model
-        longest = int((self._arrivals.prompt + self._asked).max(initial=2))
         topology = self._topology
         return Turn(
-            sizing.step_limits(self._config, self._pipeline, longest + 1),
+            sizing.step_limits(self._config, self._pipeline, self._longest),
             Placement(
                 topology.capacities,
                 deployment.kv_tokens_per_worker,
@@ -175,6 +177,7 @@ class Simulation:
             step_bound_s=None if deployment.slo_tbt_ms is None else deployment.slo_tbt_ms / 1e3,
             prefix_cache=self._shares,
             balance=deployment.balance,
+            scratch=topology.scratch,
         )
 
     def _model_of(self, deployment: Deployment) -> StepModel | LocalStepModel:
@@ -334,8 +337,10 @@ class Simulation:
     @property
     def _topology(self) -> Topology:
         """The replicas, each as one worker, and the memory workers."""
-        local = [holder.kv_tokens if holder.local else 0 for holder in self._holders]
-        members = [Member(f"compute{index}", "compute", CPU, "", tokens) for index, tokens in enumerate(local)]
+        members = [
+            Member(f"compute{index}", "compute", CPU, "", holder.kv_tokens - scratch if holder.local else 0, scratch)
+            for index, (holder, scratch) in enumerate(zip(self._holders, self._scratch, strict=True))
+        ]
         capacity = self._deployment.kv_tokens if self._memories else 0
         members += [Member(name, "memory", CPU, "", capacity) for name in self._memories]
         return Topology(FIRST, tuple(members), self._pipeline)

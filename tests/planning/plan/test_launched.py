@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import psutil
@@ -17,7 +18,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lamina.cli.plan_commands import launch_command, launching, obstacle
+from lamina.cluster import pool
+from lamina.cluster.refusals import require_allowed
 from lamina.compute.split_cache import prepare
+from lamina.config.engine_config import EngineConfig
 from lamina.core.types import DType
 from lamina.lowering import Target
 from lamina.models import directory
@@ -48,7 +52,7 @@ def kind_of(way: Way) -> str:
     if way.kind is Kind.OFFLOADED:
         order = "rotating" if way.rotates else "fixed" if way.lanes == way.replicas else "several fixed"
         divided = "by heads" * (way.partition is Partition.HEAD), "in parts" * (way.segment is not None)
-        words += [order, *divided, "memories" * (way.memory_workers > 1)]
+        words += [order, *divided, "memories" * (way.memory_workers > 1), "prompts on compute" * way.scratch]
     return ", ".join(filter(None, words))
 
 
@@ -58,7 +62,8 @@ def lines(compute: Hardware, memory: Hardware) -> dict[str, tuple[Way, str]]:
     pools = [(compute, 4)], [(memory, 2)]
     every = [*ways(SHAPE, *pools, (None, SEGMENT)), *ways(SHAPE, [(compute, 1)], []), *layouts(SHAPE, *pools)]
     for way in sorted(every, key=lambda way: (way.compute_workers + way.memory_workers, way.lanes)):
-        if obstacle(way, SHAPE, MODEL) is None:
+        varies = not way.scratch or way.memory_workers == 1  # scratch memory knows nothing of further memory workers
+        if varies and obstacle(way, SHAPE, MODEL) is None:
             found.setdefault(kind_of(way), way)
     return {name: (way, line_of(way)) for name, way in found.items()}
 
@@ -117,7 +122,21 @@ ORDINARY = [
     "prefill-apart",
     "lamina, rotating",
     "lamina, copies, several fixed, in parts, memories",
+    "lamina, copies, fixed, prompts on compute",
 ]
+
+
+@pytest.mark.parametrize("name", sorted(ON_CPUS))
+def test_no_line_is_refused_or_has_stages(name: str) -> None:
+    """Of every kind; stages with local memory, which launch refuses, are in none."""
+    way, line = ON_CPUS[name]
+    words = shlex.split(line)[4:]
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    settings: dict[str, Any] = {flag[2:].replace("-", "_"): text for flag, text in given.items()}
+    settings |= {flag: int(text) for flag, text in settings.items() if text.isdecimal()}
+    config = EngineConfig(**settings)
+    require_allowed(config, pool.kinds(pool.parse_computes(config)), pool.kinds(pool.parse(settings["memory"])))
+    assert config.pipeline_parallel == 1 and (config.prompt_attention == "compute") == way.scratch
 
 
 @pytest.mark.parametrize("kind", sweep(ON_CPUS, ORDINARY), ids=str)

@@ -5,9 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
+from lamina.core.types import PromptAttention
 from lamina.planning.crossover_map import trace
 from lamina.planning.plan import hardware, model_shapes, prices, workload
-from lamina.planning.plan.closed_form import OffloadedSteps, Prompts
+from lamina.planning.plan.closed_form import OffloadedSteps, Prompts, scratch_tokens
 from lamina.planning.plan.cost import CostModel, Fits
 from lamina.planning.plan.serving import Server
 from lamina.planning.plan.ways import Kind, Slo, Way
@@ -30,6 +31,18 @@ WAY = Way(
 )
 
 
+DEPLOYMENT = Deployment(
+    model=SHAPE,
+    compute=WAY.compute,
+    compute_workers=8,
+    memory=WAY.memory,
+    memory_workers=2,
+    tensor_parallel=8,
+    lanes=1,
+    max_num_batched_tokens=WAY.chunk,
+)
+
+
 def closed_form(prompt: int, shared: int, decoding: int = 0, live: float = 1.0) -> float:
     """Seconds of a step with one prompt's chunk behind ``shared`` cached tokens, beside ``decoding`` rows."""
     served = workload.of_lengths(prompt, 1, Sessions(shared=shared) if shared else None)
@@ -46,17 +59,7 @@ def closed_form(prompt: int, shared: int, decoding: int = 0, live: float = 1.0) 
 
 def simulated(requests: list[TracedRequest]) -> float:
     """The time to the first token of the last request."""
-    deployment = Deployment(
-        model=SHAPE,
-        compute=WAY.compute,
-        compute_workers=8,
-        memory=WAY.memory,
-        memory_workers=2,
-        tensor_parallel=8,
-        lanes=1,
-        max_num_batched_tokens=WAY.chunk,
-    )
-    log = simulate(deployment, replay(requests)).log
+    log = simulate(DEPLOYMENT, replay(requests)).log
     return float(log.first_s[-1] - requests[-1].arrival_s)
 
 
@@ -103,3 +106,34 @@ def test_the_highest_load_by_share_of_the_prompt_that_is_cached(prompt: int, sha
     assert found is not None
     trial = Course(shape, served, trace(served), market, slo).highest_load(found)
     assert trial is not None and found.requests_s == pytest.approx(trial.requests_s, rel=0.2)
+
+
+@pytest.mark.parametrize("attention", ["memory", "compute"])
+def test_the_chunks_of_a_long_prompt_take_what_the_simulator_says(attention: PromptAttention) -> None:
+    """Wherever they attend to the chunks before them; on the replica, memory workers only store K and V."""
+    way, prompt = dataclasses.replace(WAY, chunk=2048, scratch=attention == "compute"), 16 * 2048
+    compute, memory, none, tokens = COSTS["h100"], COSTS["h20"], np.zeros(1), np.full(1, 2048.0)
+    attends = Prompts(workload.of_lengths(prompt, 1)).attention(compute, memory, way, none)
+    steps = OffloadedSteps(
+        way=way, compute=compute, memory=memory, rows=none, live=1.0, parts=1, dense_s=none, attends=attends
+    )
+    added = compute.decode_seconds(tokens, 8) + tokens * attends.own_s
+    deployment = dataclasses.replace(DEPLOYMENT, max_num_batched_tokens=2048, prompt_attention=attention)
+    result = simulate(deployment, replay([TracedRequest(0.0, prompt, 1)]))
+    assert result.log.first_s[0] == pytest.approx(16 * float(steps.step_seconds(tokens, added, 1)[0]), rel=0.1)
+    assert (result.pools[1].busy > 0) == (attends.prefix_s[0] > 0) == (attention == "memory")
+
+
+def test_prompts_that_are_cached_or_too_long_for_scratch_memory_ask_memory_workers() -> None:
+    compute, memory, way = COSTS["h100"], COSTS["h20"], dataclasses.replace(WAY, chunk=2048, scratch=True)
+    shared = workload.of_lengths(16_384, 1, Sessions(shared=2048))
+    prompts = Prompts(shared)
+    elsewhere = dataclasses.replace(way, scratch=False)
+    cached = np.full(1, shared.reuse.most)
+    ours, theirs = (dataclasses.astuple(prompts.attention(compute, memory, one, cached)) for one in (way, elsewhere))
+    assert np.array_equal(ours, theirs) and prompts.attention(compute, memory, way, np.zeros(1)).asked[0] == 0
+    large = dataclasses.replace(way, tensor_parallel=2)  # two devices that the weights nearly fill
+    held = scratch_tokens(compute, 2, 10**6, beside_kv=False)
+    for length, asks in ((held - 1, False), (held + 1, True)):
+        asked = Prompts(workload.of_lengths(length, 1)).attention(compute, memory, large, np.zeros(1)).asked
+        assert (asked[0] > 0) == asks

@@ -1,14 +1,17 @@
 """Replicas with KV in their own memory, which attend for each other, in the simulator."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from lamina.core.types import PromptAttention
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.plan.workload import TracedRequest
 from lamina.planning.simulate import Arrivals, Deployment, Result, State, replay, simulate
 from lamina.planning.simulate.step_times import Lent
+from lamina.planning.simulate.virtual_runtime import Simulation
 
 CATALOGUE = hardware.load()
 LLAMA = model_shapes.find("Llama-2-7B")
@@ -105,3 +108,27 @@ def test_a_prompt_apart_sends_its_kv_to_the_replica_that_decodes_while_it_runs()
     attention = [float(second.compute_cost.attention_seconds(700 + step, 1)) for step in range(1, 5)]
     assert gaps_of(result) == pytest.approx([dense(second, 1) + LLAMA.layers * each for each in attention], rel=1e-9)
     assert [(pool.name, pool.kind) for pool in result.pools] == [("prefill", "h100"), ("compute", "a100-80g")]
+
+
+def test_chunks_of_a_prompt_apart_attend_in_scratch_memory_which_leaves_less_for_kv() -> None:
+    """By hand: the replica that decodes only pulls K and V. By default too, since one replica runs all prompts."""
+    deployment = replicas(1, prefill=CATALOGUE["h100"], prefill_workers=1, max_num_batched_tokens=512)
+    first, second = deployment.prompts_alone.compute_cost, deployment.compute_cost
+    pulling = max(float(one.wire_seconds(512 * KEPT)) for one in (first, second))
+
+    def step(start: int) -> float:
+        chunk = float(first.chunk_attention_seconds(512, start))
+        later = max(0.0, pulling - float(first.slice_seconds(512)) - chunk)
+        waits = max(chunk, later + second.fits.runtime.round_trip_s)
+        return dense(deployment.prompts_alone, 512) + LLAMA.layers * waits
+
+    requests = arriving((0.0, 1024, 2))
+    named: tuple[PromptAttention, ...] = ("auto", "compute", "memory")
+    ways = {way: replace(deployment, prompt_attention=way) for way in named}
+    times = {way: simulate(one, requests).ttft_s.p50 for way, one in ways.items()}
+    assert times["compute"] == times["auto"] == pytest.approx(step(0) + step(512), rel=1e-9)
+    assert times["memory"] != pytest.approx(times["compute"], rel=1e-3)
+    for way, held in zip(named, (2 * 1027, 2 * 1027, 0), strict=True):
+        topology = Simulation(ways[way], requests, [], 0)._topology
+        assert [member.scratch for member in topology.members] == [held, held]
+        assert topology.capacities["compute1"] == deployment.kv_tokens - held

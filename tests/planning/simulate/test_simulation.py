@@ -199,6 +199,42 @@ def test_a_long_prompt_runs_in_chunks_whose_prefix_the_memory_worker_attends_to(
     assert long.pools[1].busy * long.seconds == pytest.approx(LLAMA.layers * float(prefix), rel=1e-9)
 
 
+def test_a_long_prompt_in_scratch_memory_attends_on_the_replica() -> None:
+    """Memory workers only store K and V, which travel while the replica attends."""
+    deployment = pools(max_num_batched_tokens=512, prompt_attention="compute")
+    result, form = simulate(deployment, arriving((0.0, 1024, 1))), ClosedForm(deployment)
+    later = LLAMA.layers * float(form.compute.chunk_attention_seconds(512, 512))
+    expected = form.prefill(512) + form.dense(512) + max(later, form.prefill(512) - form.dense(512))
+    assert result.ttft_s.p50 == pytest.approx(expected, rel=1e-9) and result.pools[1].busy == 0
+
+
+def test_a_prompt_that_scratch_memory_has_no_room_for_attends_on_memory_workers() -> None:
+    """70B on two A100 leaves room for few tokens: half of what is free, and two of the longest prompts at most."""
+    deployment = replace(
+        pools(max_num_batched_tokens=2048, prompt_attention="compute", memory_workers=8),
+        model=model_shapes.find("Llama-3-70B"),
+        compute_workers=2,
+        tensor_parallel=2,
+    )
+    simulation = under_test.Simulation(deployment, arriving((0.0, 30_000, 1)), [], 0)
+    ((_, held),) = simulation._topology.scratch
+    assert 0 < held < 30_000
+    busy = [simulate(deployment, arriving((0.0, tokens, 1))).pools[1].busy for tokens in (held, held + 2)]
+    assert busy[0] == 0 < busy[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"memory": None, "memory_workers": 0, "local": True}, "has no effect"),
+        ({"compute_workers": 2, "lanes": 3, "pipelining": "rotational"}, "lanes rotate over 2 replicas"),
+    ],
+)
+def test_prompts_attend_on_compute_workers_where_the_runtime_allows_it(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        simulate(replace(pools(prompt_attention="compute"), **changes), arriving((0.0, 10, 1)))
+
+
 @pytest.mark.parametrize("kind", ["rtx3090", "h20", "a100"])
 @pytest.mark.parametrize("model", ["Llama-2-7B", "Llama-3-70B"])
 def test_long_attention_is_linear_in_tokens_whatever_the_rows(model: str, kind: str) -> None:
