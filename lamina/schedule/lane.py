@@ -280,10 +280,10 @@ class Lane:
             completion.until = 0
         if held:
             return
-        self.histories |= group.histories
         if dealt:
             self.dealt[group] = None
             return
+        self.histories |= group.histories
         if group.choice is not None:
             self.chosen[group] = None
         for completion in group.alive if group.forked else group.completions[:1]:

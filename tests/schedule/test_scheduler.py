@@ -73,6 +73,21 @@ def test_a_completion_that_ended_goes_to_another_lane_with_those_to_be_forked_fr
     assert [len(memory.here) for memory in cluster.memories] == [4]
 
 
+def test_no_plan_names_a_request_whose_deal_is_undone_while_lanes_change() -> None:
+    """Draws of the request depend on its earlier tokens, which a plan has for requests that changed their lane."""
+    under_test = scheduler({"memory0": 14, "memory1": 13}, lanes=2)
+    under_test.submit(request("first", 4, max_tokens=4))
+    waiting = under_test.submit(request("second", 4, max_tokens=4, presence_penalty=0.5))
+    plan_of(under_test)
+    assert waiting.lane == 1 and waiting.workers == {"memory1"}
+    under_test.use_lanes(1)
+    under_test.drain("memory1")  # requests that are dealt to it, and not admitted, wait again
+    for _, completion in under_test.complete(0).values():
+        completion.generated.append(7)
+    plan = plan_of(under_test)
+    assert not plan.admitted and not plan.histories
+
+
 def turn_of(under_test: Scheduler, lanes: Iterable[int], depth: int) -> list[StepPlan]:
     plans = []
     for lane in lanes:
