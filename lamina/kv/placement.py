@@ -56,6 +56,7 @@ class Placement:
         local: compute workers that hold KV.
         others: returns the workers of ``local`` that do not run a lane. A lane may attend to their KV if ``lends``.
         lends: True if replicas with local memory attend for each other.
+        in_one_lane: True if a compute worker holds KV, so that the chunks of a prompt must run in one lane.
         crowded: workers whose reserved and idle slots exceed their capacity, so that idle slots must be evicted.
         stalled: lanes that wait for slots (``lamina.schedule.growth``).
         token_s: by worker: measured seconds to read a token. Empty: requests go where most room is; else to the worker
@@ -81,6 +82,7 @@ class Placement:
         self.local = frozenset(local)
         self.others = others
         self.lends = lends
+        self.in_one_lane = bool(local)
         self.capacities = dict(capacities)
         self.reserved = dict.fromkeys(capacities, 0)
         self.returning = dict.fromkeys(capacities, 0)
@@ -102,6 +104,7 @@ class Placement:
         self.local = topology.local
         self.others = others_of(topology)
         self.lends = topology.pipeline.lends
+        self.in_one_lane = bool(topology.local)
         self.closed &= topology.names
         self._note_open()
         self.left_in_all = sum(self.capacities.values()) - sum(self.reserved.values())

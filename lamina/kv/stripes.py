@@ -34,7 +34,7 @@ def placement(
     if shards.count > 1 or topology.pipeline.ranks > 1:
         lends = topology.pipeline.lends
         found = StripedPlacement(capacities, shards, longest, local_parts(topology, shards), lends)
-        found.others = found.others_of(topology)
+        found.others, found.in_one_lane = found.others_of(topology), bool(topology.local)
         return found
     return Placement(capacities, longest, partition, topology.local, others_of(topology), topology.pipeline.lends)
 
@@ -134,7 +134,7 @@ class StripedPlacement(Placement):
         places = self._follow(topology.capacities, local_parts(topology, self._shards))
         self._take_over(places)
         self.others = self.others_of(topology)
-        self.lends = topology.pipeline.lends
+        self.lends, self.in_one_lane = topology.pipeline.lends, bool(topology.local)
         self.closed = self._touching(self._leaving)
         self._note_open()
 

@@ -236,7 +236,7 @@ class Dealer:
         Returns the request whose chunk was added to ``chunks``; None if no lane lends a chunk. With local memory no
         lane does, because the borrower would attend to a chunk before earlier chunks of other lanes are stored.
         """
-        if self.active == 1 or self._placement.local or lane.role == "decode":
+        if self.active == 1 or self._placement.in_one_lane or lane.role == "decode":
             return None
         if lane.running or lane.number >= self.active:
             if chunks and lane.lendable(self._rows) is not None:

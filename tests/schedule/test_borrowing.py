@@ -3,11 +3,13 @@
 import pytest
 
 from lamina.control.messages import StepDone
+from lamina.core.heads import HeadShards
 from lamina.core.pipeline import Pipeline
 from lamina.core.requests import Group
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Epoch, Member, Topology
 from lamina.kv.placement import Placement
+from lamina.kv.stripes import placement
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import Turn
 from tests.support.schedules import ATTENTIONS, request
@@ -67,6 +69,19 @@ def test_lanes_with_requests_and_lanes_beside_local_memory_borrow_nothing() -> N
     alone = turn(local=("memory0",))
     begin(alone)
     assert {lane for lane, _, _ in spans(list(alone.plan(0.0)))} == {0}
+
+
+@pytest.mark.parametrize(("own", "lanes"), [(400, {0}), (0, {0, 1})])
+def test_lanes_borrow_nothing_if_local_memory_holds_some_of_the_heads(own: int, lanes: set[int]) -> None:
+    """There no chunk waits for earlier chunks of other lanes."""
+    compute = Member("compute0", "compute", "cpu", "host", own)
+    memories = [Member(f"memory{number}", "memory", "cpu", "host", 400) for number in range(2)]
+    topology = Topology(Epoch(0, 1), (compute, *memories), Pipeline(2, 1))
+    placed = placement("head", topology.capacities, HeadShards(2, 2), None, topology)
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=ROWS, max_model_len=200)
+    made = Turn(limits, placed, topology.pipeline, attentions=ATTENTIONS, kv_heads=2)
+    begin(made)
+    assert {plan.lane for plan in made.plan(0.0)} == lanes
 
 
 @pytest.mark.parametrize("preempts", [False, True])

@@ -208,9 +208,9 @@ class Load(Asking):
         self._shared = chance.choice([0.0, 0.5, 0.9])
         self._cut_prefixes = chance.choice([0.0, 0.2, 0.8])
         self._prefixes = [self._tokens(chance.choice([8, 30, 60, 80, 100])) for _ in range(3)]
-        vars(self).update(theme(seed).load)
         self._searching = random.Random(f"beams {seed}")
         self._searches = self._searching.choice([0.0, 0.0, 0.1, 0.5])
+        vars(self).update(theme(seed).load)
 
     def _tokens(self, count: int) -> list[int]:
         return [self._chance.randrange(POISON) for _ in range(count)]

@@ -35,12 +35,27 @@ class Theme:
 
 
 THEMES: Mapping[str, Theme] = {
-    # Rows of windows are collected in the middle of a chunk that is longer than the window, and prefixes are shared.
+    # Idle lanes borrow chunks that are longer than the window, whose rows are collected meanwhile; prefixes are shared.
     "windows": Theme(
-        settings={"max_num_batched_tokens": 64, "prefix_cache": True, "kv_cache_memory_bytes": 250_000},
+        settings={
+            "max_num_batched_tokens": 64,
+            "prefix_cache": True,
+            "kv_cache_memory_bytes": 250_000,
+            "lanes": 6,
+            "pipelining": "fixed",
+        },
         knobs={("lamina.memory.device.windows", "FEWEST"): 1, ("lamina.memory.device.windows", "SPARE"): 1_000_000},
-        load={"_prompts": [1, 5], "_shared": 0.9, "_cut_prefixes": 0.5, "_pause_s": 0.1, "_longest": [1, 5, 20]},
-        kinds={"scale": 1.0, "stop": 1.0},
+        load={
+            "_completions": [1],
+            "_prompts": [60],
+            "_shared": 1.0,
+            "_cut_prefixes": 0.8,
+            "_longest": [1, 5],
+            "_pause_s": 0.1,
+            "_burst": 0.0,
+            "_searches": 0.0,
+        },
+        kinds={"slow": 1.0, "stop": 1.0},
     ),
     # KV of prompts of several completions moves while they are computed, and workers that it has left are lost.
     "unforked": Theme(
