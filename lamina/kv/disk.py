@@ -189,7 +189,10 @@ class Disks:
             for worker, capacity in self._placement.capacities.items()
             if worker not in self._placement.local
         }
-        self._disks = {worker: self._disks.get(worker) or Blocks(n) for worker, n in counts.items() if n > 0}
+        before = self._disks
+        self._disks = {
+            worker: before[worker] if worker in before else Blocks(n) for worker, n in counts.items() if n > 0
+        }
         self._uncopied = {worker: self._uncopied.get(worker) or collections.deque() for worker in self._disks}
         self._note_kept()
         known = {leaf for queue in self._uncopied.values() for leaf, _ in queue}

@@ -1,7 +1,7 @@
 """The scheduler with disks: what comes back from one is what was copied there, and every slot is accounted for."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from random import Random
 from typing import Any
 from unittest.mock import ANY
@@ -157,7 +157,7 @@ def run(cluster: Spilling, course: Course) -> None:
     cluster.check_ends()
 
 
-def spill_at_random(seeds: range) -> Counter[str]:
+def spill_at_random(seeds: Iterable[int]) -> Counter[str]:
     """Schedules of chats at random; returns blocks that came back, moves, and both within one schedule."""
     counts = Counter[str]()
     for seed in seeds:
@@ -185,7 +185,7 @@ def spill_at_random(seeds: range) -> Counter[str]:
 
 def test_what_comes_back_from_a_disk_is_what_requests_attend_to() -> None:
     """Whatever is evicted, aborted, moved, dropped or lost while blocks are copied."""
-    counts = spill_at_random(range(40))
+    counts = spill_at_random([*range(40), 1140])  # in the last, members change during a disk's first copy
     assert counts["fetched"] > 20 and counts["moves"] > 30 and counts["both"] > 2, counts
 
 
