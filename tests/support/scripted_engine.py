@@ -3,10 +3,11 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import httpx
+import msgspec
 import pytest
 
 from lamina.control.packed_logprobs import pack
@@ -140,14 +141,14 @@ class FakeEngine:
                 for completion in outputs:
                     completion.finish_reason = FinishReason.ERROR
                 error = "worker memory0 is gone" if "break" in text else str(LogitsError([0], ruled_out=True))
-                on_update(replace(out, finished=True, error=error))
+                on_update(msgspec.structs.replace(out, finished=True, error=error))
                 return
             on_update(out)
 
     def close(self) -> None:
         """End hanging requests with an error."""
         for out, on_update in self.hanging:
-            on_update(replace(out, finished=True, error="the engine was closed"))
+            on_update(msgspec.structs.replace(out, finished=True, error="the engine was closed"))
 
     def abort(self, request_id: str) -> None:
         with self.changed:
