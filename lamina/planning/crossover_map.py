@@ -39,7 +39,7 @@ OUTPUT = 512
 """Output tokens in the grids of idle sessions and of shared prefixes."""
 
 _CHUNKS = (512, 2048)
-_MOST_LANES = 2  # per replica
+_MOST_LANES = 3  # per replica
 PAYS = 0.05
 """A gain below this is within what the closed form is off, and counts as none."""
 

@@ -76,7 +76,8 @@ def test_sequences_whose_ranges_move_at_random_equal_hugging_face(
         outputs = run_all(engine, prompts * 2, [each for each in params for _ in prompts])
         wait_until(lambda: not any(one.used for one in engine.stats().memory.values()), "slots stayed in use", 10)
         counts = engine._scheduler.moves.counts
-        assert not any(engine._scheduler.placement.reserved.values())
+        reserved = engine._scheduler.placement.reserved  # the next plan frees what ended with the last step
+        wait_until(lambda: not any(reserved.values()), f"slots stayed reserved: {reserved}", 10)
     finally:
         engine.close()
     expected = [greedy(reference, prompt, TOKENS) for prompt in prompts]
@@ -106,7 +107,8 @@ def test_replicas_lend_local_memory_as_a_policy_proposes(balance: Balance, tmp_p
         outputs = run_all(engine, prompts, params)
         moved = engine._scheduler.moves.counts
         wait_until(lambda: not any(one.used for one in engine.stats().memory.values()), "slots stayed in use", 10)
-        assert not any(engine._scheduler.placement.reserved.values())
+        reserved = engine._scheduler.placement.reserved  # the next plan frees what ended with the last step
+        wait_until(lambda: not any(reserved.values()), f"slots stayed reserved: {reserved}", 10)
     finally:
         engine.close()
     expected = [[greedy(reference, prompt, count)] * n for prompt, (_, count, n) in zip(prompts, shapes, strict=True)]

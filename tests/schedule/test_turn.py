@@ -144,7 +144,8 @@ def test_the_engine_and_the_simulator_build_the_same_turn(monkeypatch: pytest.Mo
     assert type(simulated_settings.pop("policy")) is type(real_settings.pop("policy")) is Fifo
     assert real_settings.pop("overcommit") == 1.0  # simulated workers have no disks
     assert real_settings.pop("window") == 0  # layers of the model see everything, as simulated ones do
-    assert not any(tokens for _, tokens in real_settings.pop("scratch"))  # prompts attend on memory workers
+    for settings in (real_settings, simulated_settings):  # prompts attend on memory workers
+        assert not any(tokens for _, tokens in settings.pop("scratch"))
     # These arrivals say nothing of what prompts have in common.
     assert real_settings.pop("prefix_cache") and not simulated_settings.pop("prefix_cache")
     assert pipeline == real[2] and simulated_settings == real_settings
