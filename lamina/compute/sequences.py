@@ -29,7 +29,7 @@ class _Completion:
     admission: Admission
     row: Row
 
-    def advance(self, position: int, grammars: Grammars, vocabulary: int) -> Row:
+    def next_row(self, position: int, grammars: Grammars, vocabulary: int) -> Row:
         """Return the sampler's view of the token to draw for ``position``; advance the grammar, if there is one."""
         row = self.row
         row.generated = position - self.admission.prompt_length
@@ -129,7 +129,7 @@ class Sequences:
             return StepDone(plan.step, [])
         known, grammars, vocabulary = self._completions, self._grammars, logits.shape[1]
         rows = [
-            known[sequence].advance(step.stop, grammars, vocabulary)
+            known[sequence].next_row(step.stop, grammars, vocabulary)
             for step in plan.sequences
             for sequence in step.draws
         ]
