@@ -188,14 +188,21 @@ def operators(series: list[Series], name: str, start: Any, kind: str = KIND) -> 
         model = CostModel(MODEL, device, _only(name, fitted))
         return np.concatenate([model.operator_seconds(one.operator, one.sizes, one.devices) for one in series])
 
+    return part_of_series(name, kind, MLP, start, predict, [(one.seconds, one.sizes) for one in series])
+
+
+def part_of_series(
+    name: str,
+    kind: str,
+    source: str,
+    start: Any,
+    predict: Callable[[Any], Floats],
+    series: Iterable[tuple[Floats, Floats]],
+) -> Part:
+    """Return a part of several series, each with its seconds and rows. Every band of rows counts the same."""
+    seconds, rows = (np.concatenate(each) for each in zip(*series, strict=True))
     return Part(
-        name=name,
-        kind=kind,
-        source=MLP,
-        start=start,
-        predict=predict,
-        seconds=np.concatenate([one.seconds for one in series]),
-        weights=by_band(np.concatenate([one.sizes for one in series])),
+        name=name, kind=kind, source=source, start=start, predict=predict, seconds=seconds, weights=by_band(rows)
     )
 
 

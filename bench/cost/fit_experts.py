@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.cost.fit import HOPPER, Part, by_band, fit_of, fit_part, others_of, summary, write_fits
+from bench.cost.fit import HOPPER, Part, fit_of, fit_part, others_of, part_of_series, summary, write_fits
 from bench.cost.published_times import ExpertTimes, read_experts
 from lamina.planning.plan import hardware
 from lamina.planning.plan.cost import OF_EXPERTS, CostModel, Fits
@@ -48,15 +48,7 @@ def part(name: str, times: Sequence[ExpertTimes]) -> Part:
         fits = replace(stored, experts=fitted, experts_int4=fitted, experts_fp8=fitted)
         return np.concatenate([seconds(CostModel(one.model, DEVICE, fits), one) for one in times])
 
-    return Part(
-        name=name,
-        kind=HOPPER,
-        source=SOURCE,
-        start=START,
-        predict=predict,
-        seconds=np.concatenate([one.seconds for one in times]),
-        weights=by_band(np.concatenate([one.tokens for one in times])),
-    )
+    return part_of_series(name, HOPPER, SOURCE, START, predict, [(one.seconds, one.tokens) for one in times])
 
 
 def seconds(model: CostModel, times: ExpertTimes) -> Floats:

@@ -361,7 +361,7 @@ async def test_a_request_that_was_aborted_is_aborted_by_another_engine_too(
 async def test_a_submission_outlives_an_engine_that_has_ended_its_first_request(
     engine: RecordingEngine, room: Frontends, remote: RemoteEngine, tmp_path: Path
 ) -> None:
-    """Of many prompts, some may have ended before the others are queued, and the answer is sent."""
+    """The engine queues many prompts in parts, and its answer may follow the end of the first request."""
     callers = [Caller(), Caller()]
     room._closed.set()
     room._thread.join()  # the engine answers no submission
@@ -381,7 +381,7 @@ async def test_a_submission_outlives_an_engine_that_has_ended_its_first_request(
 
 
 def test_the_last_messages_of_a_frontend_that_has_ended_are_ignored(engine: RecordingEngine, room: Frontends) -> None:
-    """They are read after its end: it had repeated its greeting until it was welcome, and sent a request."""
+    """A frontend greets until it is welcome. The engine may read a greeting and a request after its end."""
     room._closed.set()
     room._thread.join()
     room.on_frontend_exit("frontend0")

@@ -26,7 +26,7 @@ from tests.support.waiting import END_S
 def test_a_frontend_that_ends_while_the_engine_loads_is_not_awaited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ran when this engine was started, and would be greeted again and again."""
+    """The supervisor had named the frontend when it started this engine. Without an end, greetings would never end."""
     ours, theirs = multiprocessing.Pipe()
     frontends = ["frontend0", "frontend1"]
     given = EngineBootstrap({}, b"", 0, str(tmp_path), os.getpid(), 1, None, frontends, ["memory0"], {})

@@ -217,7 +217,7 @@ def test_a_response_repeats_what_it_was_asked_for(client: openai.OpenAI) -> None
 
 
 def test_a_response_has_all_fields_that_the_specification_requires(server: Running) -> None:
-    """Those of the schema ResponseResource of openresponses.org."""
+    """The schema ResponseResource of openresponses.org names the fields."""
     required = """id object created_at completed_at status incomplete_details model previous_response_id instructions
         output error tools tool_choice truncation parallel_tool_calls text top_p presence_penalty frequency_penalty
         top_logprobs temperature reasoning user usage max_output_tokens max_tool_calls store background service_tier
@@ -313,7 +313,7 @@ STRICT = (
 def test_system_messages_at_any_place_reach_templates_that_take_one(
     server: Running, monkeypatch: pytest.MonkeyPatch, roles: str, prompt: str
 ) -> None:
-    """As Claude Code and Codex send them. Templates that take them get them where they are."""
+    """Claude Code and Codex send such messages. A template that takes them gets them where they are."""
     names = {"s": "system", "S": "system", "u": "user", "a": "assistant"}
     messages: Any = [{"role": names[role], "content": str(place)} for place, role in enumerate(roles)]
     for path, more in ((CHAT, {"messages": messages}), (MESSAGES, {"messages": messages, "max_tokens": 5})):

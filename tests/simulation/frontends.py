@@ -376,7 +376,7 @@ class Frontends:
         self._room = self.bootstrap = None
 
     def choose(self, choice: float) -> Frontend | None:
-        """Return a frontend that is connected; None if there is none."""
+        """Return one of the connected frontends; None without any."""
         ready = [one for one in self.living.values() if one.ready]
         return ready[int(choice * len(ready))] if ready else None
 

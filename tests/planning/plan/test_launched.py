@@ -128,7 +128,7 @@ ORDINARY = [
 
 @pytest.mark.parametrize("name", sorted(ON_CPUS))
 def test_no_line_is_refused_or_has_stages(name: str) -> None:
-    """Of every kind; stages with local memory, which launch refuses, are in none."""
+    """The planner prints no line with stages and local memory together, which ``lamina launch`` refuses."""
     way, line = ON_CPUS[name]
     words = shlex.split(line)[4:]
     given = dict(zip(words[::2], words[1::2], strict=True))
