@@ -30,7 +30,9 @@ def write(path: Path, name: str) -> dict[str, Tensor]:
     return checkpoints.quantise(path, FORMATS[name], model)
 
 
-@pytest.mark.parametrize("name", sweep([*FORMATS], ["gptq-4-ordered", "awq", "pack-4-asymmetric", "fp8-blocks"]))
+@pytest.mark.parametrize(
+    "name", sweep([*FORMATS], ["gptq-4-ordered", "awq", "auto-round", "pack-4-asymmetric", "fp8-blocks"])
+)
 def test_weights_are_what_the_format_says(tmp_path: Path, name: str) -> None:
     exact = write(tmp_path, name)
     assert len(exact) == 12 + 2 * ("down_proj" not in FORMATS[name].ignored)
@@ -69,6 +71,10 @@ def test_ranks_get_parts_of_weights(tmp_path: Path, name: str) -> None:
         ("gptq-4", {"dynamic": {"+:.*up_proj": {"bits": 8}}}, "settings of their own"),
         ("awq", {"version": "gemv"}, "its version is gemv"),
         ("awq", {"zero_point": False}, "no zero points"),
+        ("auto-round", {"packing_format": "auto_round:fp8"}, "its packing_format is auto_round:fp8"),
+        ("auto-round", {"data_type": "mx_fp"}, "its data_type is mx_fp"),
+        ("auto-round", {"extra_config": {"lm_head": {"bits": 8}}}, r"settings of their own \(extra_config: lm_head\)"),
+        ("auto-round", {"bits": 3}, "it has 3 bits"),
         ("fp8-blocks", {"activation_scheme": "static"}, "activations have fixed scales"),
         ("fp8-tensor", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "it is sparse"),
         ("fp8-tensor", {"format": "nvfp4-pack-quantized"}, "its format is nvfp4-pack-quantized"),

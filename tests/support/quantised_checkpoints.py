@@ -96,6 +96,14 @@ def awq() -> Format:
     return Format(config | {"modules_to_not_convert": ["lm_head", "down_proj"]}, write)
 
 
+def auto_round(form: Format, packing: str) -> Format:
+    """The format ``form`` under the name that AutoRound gives it; its config names the modules that are not rounded."""
+    given = {key: form.config[key] for key in ("bits", "group_size", "sym") if key in form.config}
+    given |= {"quant_method": "auto-round", "packing_format": packing, "data_type": "int", "autoround_version": "0.9"}
+    kept = {name: {"bits": 16, "data_type": "float"} for name in form.ignored}
+    return Format(given | {"extra_config": kept}, form.write, form.ignored)
+
+
 def compressed(form: str, weights: Mapping[str, Any], write: Callable[..., Written], dynamic: bool = False) -> Format:
     activations = {"num_bits": weights["num_bits"], "type": weights["type"], "dynamic": True} if dynamic else None
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
@@ -177,6 +185,8 @@ FORMATS = {
     "gptq-8-asymmetric": gptq(8, symmetric=False, ordered=True, group=GROUP),
     "gptq-v2": gptq(4, symmetric=False, ordered=False, group=GROUP, version="gptq_v2"),
     "awq": awq(),
+    "auto-round": auto_round(gptq(4, symmetric=False, ordered=False, group=GROUP), "auto_round:auto_gptq"),
+    "auto-round-awq": auto_round(awq(), "auto_round:auto_awq"),
     "pack-4": pack_quantized(4, symmetric=True, group=GROUP),
     "pack-4-asymmetric": pack_quantized(4, symmetric=False, group=GROUP),
     "pack-8": pack_quantized(8, symmetric=True, group=-1),

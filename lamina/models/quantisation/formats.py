@@ -1,6 +1,6 @@
 """Finds the quantised weights of a checkpoint, from its config and the headers of its files.
 
-Formats: GPTQ, AWQ, compressed-tensors, and fp8 as DeepSeek and Qwen store it. In all of them, a weight is
+Formats: GPTQ, AWQ, AutoRound, compressed-tensors, and fp8 as DeepSeek and Qwen store it. In all of them, a weight is
 (code - zero point) * scale, where a group of weights shares zero point and scale. ``codes`` reads the data.
 transformers needs a GPU or other versions of torch for these formats (gptqmodel, optimum, compressed-tensors).
 """
@@ -15,8 +15,8 @@ from lamina.core.errors import ModelError, UnsupportedModelError
 from lamina.models.checkpoint import TensorEntry
 
 SUPPORTED = (
-    "GPTQ and AWQ (gemm) in 4 bits, GPTQ in 8, compressed-tensors (pack-quantized, int-quantized, float-quantized) and "
-    "fp8 with scales of blocks or tensors"
+    "GPTQ, AWQ (gemm) and AutoRound in 4 bits, GPTQ and AutoRound in 8, compressed-tensors (pack-quantized, "
+    "int-quantized, float-quantized) and fp8 with scales of blocks or tensors"
 )
 """The formats that Lamina reads, for messages."""
 
@@ -154,6 +154,26 @@ def _awq(config: Mapping[str, Any]) -> Scheme:
     return Scheme("awq", bits, ((1, _group(config)),))
 
 
+def _auto_round(config: Mapping[str, Any]) -> Scheme:
+    """Return the scheme of AutoRound, which rounds weights in its own way and stores them like GPTQ or AWQ."""
+    packing, kind = config.get("packing_format") or "auto_round:auto_gptq", config.get("data_type") or "int"
+    read = {"auto_round:auto_gptq": _gptq, "auto_round:auto_awq": _awq}.get(packing)
+    _require(kind == "int", f"its data_type is {kind}")
+    whole = {"sym": True, **config}
+    others = [
+        name
+        for name, own in (config.get("extra_config") or {}).items()
+        if own.get("bits", 0) < 16 and any(own.get(key, whole[key]) != whole[key] for key in _OF_MODULES)
+    ]
+    _require(not others, f"some modules have settings of their own (extra_config: {', '.join(others[:4])})")
+    if read is None:
+        raise _RefusedError(f"its packing_format is {packing}")
+    return read(whole)
+
+
+_OF_MODULES = ("bits", "group_size", "sym")
+
+
 def _fp8(config: Mapping[str, Any]) -> Scheme:
     activations, form = config.get("activation_scheme") or "dynamic", config.get("fmt") or "e4m3"
     _require(activations == "dynamic", f"its activations have fixed scales (activation_scheme {activations})")
@@ -212,7 +232,7 @@ def _compressed_block(group: Mapping[str, Any]) -> Block:
     return known[strategy]
 
 
-_METHODS = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "compressed-tensors": _compressed}
+_METHODS = {"gptq": _gptq, "awq": _awq, "auto-round": _auto_round, "fp8": _fp8, "compressed-tensors": _compressed}
 
 
 def find_packed(tensors: Mapping[str, TensorEntry], known: Scheme) -> dict[str, Packed]:
