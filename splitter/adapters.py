@@ -172,3 +172,6 @@ _ADAPTERS: dict[str, Callable[[nn.Module], None]] = {
     "llama4_text": _llama4,
     "mpt": _mpt,
 }
+
+FAMILIES = tuple(_ADAPTERS)
+"""Types of models that have an adapter."""

@@ -149,10 +149,16 @@ def _record(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> Laye
         flat(torch.zeros(EXAMPLE_ROWS, dtype=torch.long), torch.arange(EXAMPLE_ROWS))
     found, layers = recorder.attentions, config.num_hidden_layers
     if found != layers:
+        why = (
+            "Layers with another kind of memory (linear attention, state space, shared KV) cannot be split; give a "
+            "model without them"
+            if found
+            else f"A family with attention code of its own needs an adapter, as {', '.join(adapters.FAMILIES)} have; "
+            "give a model of another family, or add an adapter (splitter/adapters.py)"
+        )
         raise UnsupportedModelError(
             f"model type {config.model_type!r}: found {found} attentions, expected {layers}, one in every layer and "
-            "called through transformers' attention interface. Layers with another kind of memory (linear attention, "
-            "state space, shared KV) cannot be split; give a model without them"
+            f"called through transformers' attention interface. {why}"
         )
     if flat.model._is_stateful:
         raise UnsupportedModelError(

@@ -106,7 +106,7 @@ def test_low_precision_weights_give_low_precision_q() -> None:
     ("model_type", "values", "reason"),
     [
         ("qwen3_next", {}, "found 1 attentions, expected 4"),
-        ("gpt_neox_japanese", {}, "found 0 attentions, expected 4"),
+        ("gpt_neox_japanese", {}, "found 0 attentions, expected 4.* needs an adapter, as bloom, falcon"),
         ("jamba", {}, "jamba"),
         ("falcon_h1", {}, "'hybrid'"),
         ("bert", {"num_attention_heads": 4}, "not causal"),
