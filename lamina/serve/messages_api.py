@@ -101,6 +101,8 @@ def read_messages(engine: Runtime, raw: bytes, counting: bool = False) -> Genera
         messages.append({"role": "system", "content": text_content("system", system, _TEXTS, "system")})
     for index, message in enumerate(body.messages):
         messages += _translated(f"messages[{index}].content", message)
+    last = messages[-1] if messages else {}
+    continues = last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
     sampling: dict[str, Any] = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
     if body.stop_sequences:
         sampling["stop"] = body.stop_sequences
@@ -112,6 +114,7 @@ def read_messages(engine: Runtime, raw: bytes, counting: bool = False) -> Genera
         tools=[tool.as_function() for tool in body.tools or () if tool.is_function],
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=not (body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use),
+        continue_final_message=continues,
         max_tokens=body.max_tokens,
         stream=body.stream,
         chat_template_kwargs=None

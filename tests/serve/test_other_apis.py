@@ -98,6 +98,23 @@ def test_a_message(server: Running) -> None:
     assert count == {"input_tokens": len(server.last_prompt())}
 
 
+def test_a_message_may_continue_the_assistant_s(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Anthropic's API, unless the assistant's last message is calls or nothing."""
+    user, text = {"role": "user", "content": "a"}, {"type": "text", "text": "{"}
+    call = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+    script_template(monkeypatch, TEMPLATE + "{% if add_generation_prompt %}<go>{% endif %}")
+    for content, shown in (
+        ("{", "{"),
+        ([text, text], "{\n{"),
+        ("", "<go>"),
+        ([], "<go>"),
+        ([text, call], "{look={}<go>"),
+    ):
+        messages = [user, {"role": "assistant", "content": content}]
+        assert server.post(MESSAGES, max_tokens=5, messages=messages).status_code == 200
+        assert server.last_prompt() == f"<user>a<assistant>{shown}"
+
+
 def test_a_message_as_a_stream(server: Running) -> None:
     found = events(server, MESSAGES, **ASKED)
     assert found[0]["type"] == "message_start" and found[-1] == {"type": "message_stop"}
@@ -244,6 +261,8 @@ def test_an_answer_that_is_cut_off_is_incomplete(server: Running, monkeypatch: p
         ({"input": None}, "input", "input: Expected `str | array`"),
         ({"input": [5]}, "input", "input[0]: Expected `object`"),
         ({"input": []}, "input", "messages is empty"),
+        ({"input": "a", "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice", "needs the mode"),
+        ({"input": "a", "tool_choice": {"type": "custom", "name": "x"}}, "tool_choice", "must be"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
         ({"input": "a", "prompt": {"id": "p"}}, "prompt", "not stored"),
         ({"input": "a", "maxOutputTokens": 5}, "maxOutputTokens", "did you mean max_output_tokens?"),
