@@ -82,8 +82,10 @@ def test_answers_are_objects_of_the_model_that_describes_them(lamina: Lamina) ->
 
 def test_calls_that_must_be_made_are_objects(lamina: Lamina) -> None:
     params = {"seed": 1, "max_tokens": 400, "n": 3}
-    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-        (output,) = lamina.chat(USER, params, tools=TOOLS[:1], tool_choice=choice)
+    weather: Any = {"type": "function", "function": {"name": "weather"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [weather]}}
+    for choice, tools in (("required", TOOLS[:1]), (weather, TOOLS[:1]), (allowed, TOOLS)):
+        (output,) = lamina.chat(USER, params, tools=tools, tool_choice=choice)
         for answer in output.outputs:
             assert answer.finish_reason is FinishReason.STOP and answer.tool_calls and not answer.content
             for call in answer.tool_calls:
@@ -110,6 +112,13 @@ def test_calls_are_found_in_the_form_of_the_template(lamina: Lamina) -> None:
         ({"tools": [{"type": "web"}]}, "tools or tool_choice: Invalid value 'web'"),
         ({"tools": TOOLS, "tool_choice": "maybe"}, "tools or tool_choice: "),
         ({"tool_choice": "required"}, "there are no tools"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+                "tool_choice": "required",
+            },
+            "tools: the parameters of 'f': cannot be compiled at #",
+        ),
         ({"tools": TOOLS, "tool_choice": "required", "response_format": Plan}, "tool_choice and response_format both"),
         (
             {"response_format": Plan, "sampling_params": {"structured_outputs": {"regex": "a"}}},

@@ -18,7 +18,7 @@ from lamina.serve.json_fields import (
     ignored_names,
 )
 from lamina.text.prompts import Prompt
-from lamina.text.tools import ToolChoice
+from lamina.text.tools import GivenChoice
 
 SAMPLING: dict[str, Any] = {
     name: kind | None
@@ -194,7 +194,7 @@ class ChatBody(Body, kw_only=True):
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = []
-    tool_choice: ToolChoice | None = None
+    tool_choice: GivenChoice | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

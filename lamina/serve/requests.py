@@ -1,6 +1,7 @@
 """Defines ``GenerationRequest``, the form of requests common to all APIs, and reads it from OpenAI's bodies."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from lamina.text.answer_reader import AnswerReader
 from lamina.text.grammars import compile_grammar
 from lamina.text.prompts import encode_chat, prompt_tokens
 from lamina.text.tool_calls import PlainText
-from lamina.text.tools import ToolChoice, calls_parser, forced_calls
+from lamina.text.tools import calls_parser, forced_calls, require_calls, usable_tools
 
 COMPLETION_TOKENS = 16
 """Limit of a completion that gives none, as OpenAI's and vLLM's."""
@@ -120,14 +121,15 @@ def chat_generation(
     defaults, (_, limit) = engine.sampling_defaults, _limit(body)
     if limit is None and "max_tokens" in defaults:
         limit = max(int(defaults["max_tokens"]), _min_tokens(body))
-    choice: ToolChoice = body.tool_choice or ("auto" if body.tools else "none")
-    tools = body.tools if choice != "none" else []
+    with _api_error("tool_choice"):
+        tools, choice = usable_tools(body.tools, body.tool_choice)
     text = _render(engine, body, tools, names)
     form = engine.tokenizer.chat_format
-    try:
+    with _api_error("tool_choice"):
         calls = forced_calls(tools, choice, body.parallel_tool_calls is not False, form, text)
-    except RequestError as error:
-        raise APIError(400, str(error), param="tool_choice") from error
+    if calls is not None:
+        with _api_error("tools"):
+            require_calls(calls, tools)
     if tools and calls is None and form.tools is None:
         raise APIError(
             400,
@@ -142,8 +144,12 @@ def chat_generation(
     params = _sampling_params(body, defaults, names, calls, **given)
     if params.structured_outputs is not None and calls is None:
         instead = tools if body.response_format is not None else ()
-        wanted = form.constrain(params.structured_outputs, text, instead, engine.tokenizer.special_texts)
+        special = engine.tokenizer.special_texts
+        wanted = form.constrain(params.structured_outputs, text, instead, special)
         params = replace(params, structured_outputs=wanted)
+        if instead:
+            with _api_error("tools"):  # the form alone has been compiled
+                require_calls(wanted, instead)
         _require_grammar(params, "response_format", names)
     if params.truncate_prompt_tokens is None:
         prompt = encode_chat(engine.tokenizer, text, engine.max_model_len)
@@ -158,6 +164,15 @@ def chat_generation(
     return _generation(body, engine, [prompt], params, clamped=clamped, make_reader=reader)
 
 
+@contextlib.contextmanager
+def _api_error(param: str) -> Iterator[None]:
+    """Convert RequestError to APIError 400, which names a field."""
+    try:
+        yield
+    except RequestError as error:
+        raise APIError(400, str(error), param=param) from error
+
+
 def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> str:
     """Return the prompt of a conversation. Raises APIError 400."""
     variables = dict(body.chat_template_kwargs or {})
@@ -170,10 +185,8 @@ def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]],
         raise APIError(
             400, "continue_final_message needs add_generation_prompt to be false", param="continue_final_message"
         )
-    try:
+    with _api_error(names.get("messages", "messages")):
         return engine.tokenizer.apply_chat_template(body.messages, prompts, tools or None, variables, continues)
-    except RequestError as error:
-        raise APIError(400, str(error), param=names.get("messages", "messages")) from error
 
 
 def require_model(engine: Runtime, name: str | None) -> None:

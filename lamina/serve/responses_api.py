@@ -13,7 +13,7 @@ from lamina.serve.bodies import ChatBody, JsonSchema, ResponseFormat
 from lamina.serve.http_errors import APIError
 from lamina.serve.json_fields import decode_body, decode_field, text_content
 from lamina.serve.requests import GenerationRequest, chat_generation
-from lamina.text.tools import NamedFunction, NamedTool, ToolChoice
+from lamina.text.tools import AllowedChoice, AllowedTools, GivenChoice, NamedFunction, NamedTool
 
 RESPONSES_PATH = "/v1/responses"
 
@@ -123,12 +123,22 @@ def _function(tool: Json) -> Json:
     return {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
 
 
-def _choice(choice: str | dict[str, Any] | None) -> ToolChoice | None:
-    if isinstance(choice, dict) and isinstance(choice.get("name"), str):
-        return NamedTool(NamedFunction(choice["name"]))
+def _choice(choice: str | dict[str, Any] | None) -> GivenChoice | None:
     if choice is None or choice in ("none", "auto", "required"):
         return choice  # type: ignore[return-value]
-    raise APIError(400, 'tool_choice must be "none", "auto", "required" or a function', param="tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        mode, tools = choice.get("mode"), choice.get("tools")
+        if mode in ("auto", "required") and isinstance(tools, list):
+            return AllowedChoice(AllowedTools(mode, [_named_tool(tool) for tool in tools]))
+        raise APIError(400, 'tool_choice needs the mode "auto" or "required", and a list of tools', param="tool_choice")
+    return _named_tool(choice)
+
+
+def _named_tool(tool: Any) -> NamedTool:
+    if isinstance(tool, dict) and isinstance(tool.get("name"), str) and tool.get("type", "function") == "function":
+        return NamedTool(NamedFunction(tool["name"]))
+    message = 'tool_choice must be "none", "auto", "required", a function, or allowed_tools with functions'
+    raise APIError(400, message, param="tool_choice")
 
 
 def _format(text: _TextOptions | None) -> ResponseFormat | None:

@@ -15,7 +15,15 @@ from lamina.text.grammars import compile_grammar
 from lamina.text.prompts import Message, encode_chat
 from lamina.text.tokenizer import Tokenizer
 from lamina.text.tool_calls import AnswerParser, CallArguments, CallBegins, Content, Reasoning
-from lamina.text.tools import ToolChoice, Tools, calls_parser, forced_calls, plain_tools
+from lamina.text.tools import (
+    GivenChoice,
+    Tools,
+    calls_parser,
+    forced_calls,
+    plain_tools,
+    require_calls,
+    usable_tools,
+)
 from lamina.text.written_json import read_written
 
 
@@ -88,7 +96,7 @@ def prepare_chat(
 
     Args:
         tools: Functions that the model may call, as OpenAI's API takes them.
-        tool_choice: "auto", "none", "required", or a function as OpenAI's API names it.
+        tool_choice: "auto", "none", "required", or a function or allowed tools in the form of OpenAI's API.
         response_format: A pydantic model or a JSON schema that the answer must match, also as OpenAI's API takes it.
 
     Raises:
@@ -96,14 +104,16 @@ def prepare_chat(
             call and an object are wanted.
     """
     try:
-        choice = msgspec.convert(tool_choice, ToolChoice)
-        checked = plain_tools(msgspec.convert(tools, Tools))
+        given = msgspec.convert(tool_choice, GivenChoice)
+        plain_tools(msgspec.convert(tools, Tools))
     except msgspec.ValidationError as error:
         raise RequestError(f"tools or tool_choice: {error}") from error
-    shown = tools if choice != "none" else ()
+    shown, choice = usable_tools(tools, given)
     text = tokenizer.apply_chat_template(messages, tools=shown or None)
     form = tokenizer.chat_format
-    wanted = forced_calls(checked, choice, True, form, text)
+    wanted = forced_calls(shown, choice, True, form, text)
+    if wanted is not None:
+        require_calls(wanted, shown)
     read_object: Callable[[str], Any] | None = None
     if response_format is not None:
         if wanted is not None:

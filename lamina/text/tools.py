@@ -9,6 +9,7 @@ from lamina.core.errors import RequestError
 from lamina.core.sampling import StructuredOutputs
 from lamina.text.channels import call_rules, calls_grammar
 from lamina.text.chat_format import TOOL_PARSERS, ChatFormat
+from lamina.text.grammars import compile_grammar
 from lamina.text.tagged_calls import TaggedCalls
 from lamina.text.tool_calls import AnswerParser, JsonCalls, NamedCall, PlainText
 
@@ -40,7 +41,22 @@ class NamedTool(msgspec.Struct, tag="function", tag_field="type"):
     function: NamedFunction
 
 
+class AllowedTools(msgspec.Struct):
+    """Tools that the model may call, of those of the request. ``mode`` "required": it must call one or several."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedChoice(msgspec.Struct, tag="allowed_tools", tag_field="type"):
+    """The choice among a part of the tools."""
+
+    allowed_tools: AllowedTools
+
+
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
+GivenChoice = ToolChoice | AllowedChoice
+"""A request's ``tool_choice``; see ``usable_tools``."""
 
 Tools = Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)]
 
@@ -55,8 +71,31 @@ def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     return plain
 
 
+def usable_tools(
+    tools: Sequence[Mapping[str, Any]], choice: GivenChoice | None
+) -> tuple[Sequence[Mapping[str, Any]], ToolChoice]:
+    """Return the tools that the model is shown, and the choice among them.
+
+    ``tools`` are as chat templates take them. Raises RequestError if an allowed tool is not among them.
+    """
+    if isinstance(choice, AllowedChoice):
+        allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+        known = {tool["function"]["name"] for tool in tools}
+        if unknown := [name for name in allowed if name not in known]:
+            raise RequestError(f"tool_choice allows {unknown[0]!r}, which is not among the tools")
+        if not allowed:
+            raise RequestError('tool_choice allows no tools; name some, or give "none"')
+        return [tool for tool in tools if tool["function"]["name"] in allowed], choice.allowed_tools.mode
+    choice = choice or ("auto" if tools else "none")
+    return (tools if choice != "none" else []), choice
+
+
 def forced_calls(
-    tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool, form: ChatFormat, prompt: str
+    tools: Sequence[Mapping[str, Any]],
+    choice: ToolChoice,
+    parallel: bool,
+    form: ChatFormat,
+    prompt: str,
 ) -> StructuredOutputs | None:
     """Return the constraint on an answer to ``prompt`` that must call tools; None if it need not call any.
 
@@ -71,6 +110,24 @@ def forced_calls(
         callable_tools = [tool for tool in tools if named in (None, tool["function"]["name"])]
         return StructuredOutputs(grammar=calls_grammar(call_rules(callable_tools)))
     return form.constrain(StructuredOutputs(json=schema), prompt)
+
+
+def require_calls(wanted: StructuredOutputs, tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise RequestError, which names the function at fault, if a constraint on calls cannot be compiled."""
+    try:
+        compile_grammar(wanted)
+    except RequestError as error:
+        for tool in tools:
+            _require_parameters(tool["function"])
+        raise RequestError(f"tools: {error}") from error
+
+
+def _require_parameters(function: Mapping[str, Any]) -> None:
+    try:
+        compile_grammar(StructuredOutputs(json=function.get("parameters") or {"type": "object"}))
+    except RequestError as error:
+        fault = str(error).removeprefix("json ")
+        raise RequestError(f"tools: the parameters of {function['name']!r}: {fault}") from error
 
 
 def forced_schema(tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> dict[str, Any] | None:

@@ -164,6 +164,50 @@ def test_a_named_call_is_enforced(client: openai.OpenAI, server: Running, monkey
     assert params.structured_outputs is not None and json.loads(params.structured_outputs.json) == PARAMETERS
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("responses", [False, True])
+def test_only_allowed_tools_are_shown(server: Running, mode: str, responses: bool) -> None:
+    if responses:
+        tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        choice: Any = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "stop"}]}
+        assert server.post("/v1/responses", input="a", tools=tools, tool_choice=choice).status_code == 200
+    else:
+        named = [{"type": "function", "function": {"name": "stop"}}]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+        assert server.post(CHAT, messages=USER, tools=TOOLS, tool_choice=choice).status_code == 200
+    assert server.last_prompt() == "[stop]<user>a<go>"
+    ((_, params),) = server.engine.submitted
+    assert (params.structured_outputs is not None) is (mode == "required")
+    if params.structured_outputs is not None:
+        for name in ("stop", "look"):
+            call = json.dumps([{"name": name, "parameters": {}}])
+            assert allows(params.structured_outputs, call) is (name == "stop")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "bad"}}},
+        {"response_format": {"type": "json_object"}},
+    ],
+)
+@pytest.mark.parametrize("channels", [False, True])
+def test_errors_of_parameters_name_the_function(
+    server: Running, monkeypatch: pytest.MonkeyPatch, given: Any, channels: bool
+) -> None:
+    if channels:
+        monkeypatch.setattr(FakeTokenizer, "chat_format", ChatFormat("openai", None, channels=True))
+        script_template(monkeypatch, "{{ tools }}<|start|>assistant")
+    elif "response_format" in given:
+        pytest.skip("only answers in channels match the parameters of calls that the model chooses")
+    parameters = {"type": "object", "properties": {"a": {"not": {}}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "bad", "parameters": parameters}}]
+    error = refusal(server.post(CHAT, messages=USER, tools=tools, **given), 400)
+    assert error["message"].startswith("tools: the parameters of 'bad': cannot be compiled at #/properties/a: ")
+    assert error["param"] == "tools"
+
+
 def test_a_forced_call_may_follow_reasoning(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     script_template(monkeypatch, "{{ tools[0] }}<think>\n")
     script(monkeypatch, 'So.</think>[{"name": "stop", "parameters": {}}]')
@@ -261,6 +305,25 @@ def test_variables_and_the_end_of_the_prompt(server: Running) -> None:
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice",
             "tool_choice names 'x', which is not among the tools",
+        ),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "x"}}]},
+                },
+            },
+            "tool_choice",
+            "tool_choice allows 'x', which is not among the tools",
+        ),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+            },
+            "tool_choice",
+            "tool_choice allows no tools",
         ),
         (
             {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
