@@ -12,6 +12,7 @@ from lamina.models.directory import Defaults
 from lamina.serve.bodies import Body, ChatBody, CompletionBody, parse
 from lamina.serve.http_errors import APIError
 from lamina.text.answer_reader import AnswerReader
+from lamina.text.chat_template import joined_text
 from lamina.text.grammars import compile_grammar
 from lamina.text.prompts import encode_chat, prompt_tokens
 from lamina.text.tool_calls import PlainText
@@ -125,8 +126,9 @@ def chat_generation(
         tools, choice = usable_tools(body.tools, body.tool_choice)
     text = _render(engine, body, tools, names)
     form = engine.tokenizer.chat_format
+    continued = _text_of_last(body.messages) if body.continue_final_message else ""
     with _api_error("tool_choice"):
-        calls = forced_calls(tools, choice, body.parallel_tool_calls is not False, form, text)
+        calls = forced_calls(tools, choice, body.parallel_tool_calls is not False, form, text, continued)
     if calls is not None:
         with _api_error("tools"):
             require_calls(calls, tools)
@@ -145,7 +147,7 @@ def chat_generation(
     if params.structured_outputs is not None and calls is None:
         instead = tools if body.response_format is not None else ()
         special = engine.tokenizer.special_texts
-        wanted = form.constrain(params.structured_outputs, text, instead, special)
+        wanted = form.constrain(params.structured_outputs, text, instead, special, continued)
         params = replace(params, structured_outputs=wanted)
         if instead:
             with _api_error("tools"):  # the form alone has been compiled
@@ -156,7 +158,7 @@ def chat_generation(
     else:
         tokens = engine.tokenizer.encode(text, add_special_tokens=False)
         prompt = prompt_tokens(engine.tokenizer, tokens, params, engine.max_model_len)
-    make_parser = form.parser(text, calls_parser(choice, form.tools, tools) if tools else None)
+    make_parser = form.parser(text, calls_parser(choice, form.tools, tools) if tools else None, continued)
 
     def reader() -> AnswerReader:
         return AnswerReader(make_parser(), body.include_reasoning is not False, body.parallel_tool_calls is not False)
@@ -187,6 +189,12 @@ def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]],
         )
     with _api_error(names.get("messages", "messages")):
         return engine.tokenizer.apply_chat_template(body.messages, prompts, tools or None, variables, continues)
+
+
+def _text_of_last(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of the last message of a conversation that a template has taken."""
+    content = messages[-1].get("content") or ""
+    return content if isinstance(content, str) else joined_text(content)
 
 
 def require_model(engine: Runtime, name: str | None) -> None:

@@ -78,9 +78,16 @@ class ChatFormat:
             reasoning = next((name for name, tags in TAGS.items() if tags[1] in template), None)
         return cls(None if tools == "none" else tools, None if reasoning in (None, "none") else TAGS[reasoning])
 
-    def inside(self, prompt: str) -> bool:
-        """Return whether the answer begins within reasoning, because the prompt ends with the opening tag."""
-        return self.tags is not None and prompt.rstrip().endswith(self.tags[0])
+    def inside(self, prompt: str, continued: str = "") -> bool:
+        """Return whether the answer begins within reasoning.
+
+        The prompt ends with the opening tag then, or the message that it continues has an opening tag that no closing
+        one follows. ``continued``: Text of that message; empty if the answer is a message of its own.
+        """
+        if self.tags is None:
+            return False
+        begin, end = self.tags
+        return prompt.rstrip().endswith(begin) or continued.rfind(begin) > continued.rfind(end)
 
     def constrain(
         self,
@@ -88,10 +95,12 @@ class ChatFormat:
         prompt: str,
         tools: Sequence[Mapping[str, Any]] = (),
         special_texts: Mapping[int, str] = MappingProxyType({}),
+        continued: str = "",
     ) -> StructuredOutputs:
         """Return what the answer to ``prompt`` must match as a whole so that its content matches ``wanted``.
 
         Args:
+            continued: See ``inside``.
             tools: Functions that the answer may call instead, as chat templates take them.
             special_texts: Texts of the model's special tokens, by id.
         """
@@ -101,7 +110,7 @@ class ChatFormat:
         if tools and parser is not None:
             call = _call_rule(parser, tools, special_texts)
             wanted = StructuredOutputs(grammar=f"start: answer | {call}\nanswer: {as_rule(wanted)}\n")
-        if self.tags is not None and self.inside(prompt):
+        if self.tags is not None and self.inside(prompt, continued):
             return after_reasoning(wanted, self.tags[1])
         return wanted
 
@@ -113,12 +122,19 @@ class ChatFormat:
             markers += [parser.begin, *parser.noise]
         return any(marker in special_texts for marker in markers)
 
-    def parser(self, prompt: str, calls: Callable[[], AnswerParser] | None) -> Callable[[], AnswerParser]:
-        """Return a factory of parsers, one for each completion. ``calls`` makes parsers of the text after reasoning."""
+    def parser(
+        self, prompt: str, calls: Callable[[], AnswerParser] | None, continued: str = ""
+    ) -> Callable[[], AnswerParser]:
+        """Return a factory of parsers, one for each completion.
+
+        Args:
+            calls: Makes parsers of the text after reasoning.
+            continued: See ``inside``.
+        """
         if self.channels:
             return lambda: ChannelAnswer(prompt)
         rest = calls or PlainText
-        tags, inside = self.tags, self.inside(prompt)
+        tags, inside = self.tags, self.inside(prompt, continued)
         return rest if tags is None else lambda: ReasoningParser(tags, inside, rest(), calls)
 
 

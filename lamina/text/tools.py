@@ -96,8 +96,11 @@ def forced_calls(
     parallel: bool,
     form: ChatFormat,
     prompt: str,
+    continued: str = "",
 ) -> StructuredOutputs | None:
     """Return the constraint on an answer to ``prompt`` that must call tools; None if it need not call any.
+
+    ``continued``: see ``ChatFormat.inside``.
 
     Raises:
         RequestError: there is no such tool.
@@ -109,7 +112,7 @@ def forced_calls(
         named = choice.function.name if isinstance(choice, NamedTool) else None
         callable_tools = [tool for tool in tools if named in (None, tool["function"]["name"])]
         return StructuredOutputs(grammar=calls_grammar(call_rules(callable_tools)))
-    return form.constrain(StructuredOutputs(json=schema), prompt)
+    return form.constrain(StructuredOutputs(json=schema), prompt, continued=continued)
 
 
 def require_calls(wanted: StructuredOutputs, tools: Sequence[Mapping[str, Any]]) -> None:

@@ -208,6 +208,19 @@ def test_errors_of_parameters_name_the_function(
     assert error["param"] == "tools"
 
 
+def test_an_answer_may_continue_reasoning(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(monkeypatch, "So.</think>{}")
+    given: Any = {"continue_final_message": True, "response_format": {"type": "json_object"}}
+    for text, reasoning in (("<think>I s", "So."), ("<think>I see</think>It", None), ("It", None)):
+        messages = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": text}]
+        message = server.post(CHAT, messages=messages, **given).json()["choices"][0]["message"]
+        assert server.last_prompt() == f"<user><think><assistant>{text}"
+        assert message.get("reasoning_content") == reasoning, text
+        assert message["content"] == ("{}" if reasoning else "So.</think>{}")
+        wanted = server.engine.submitted[-1][1].structured_outputs
+        assert wanted is not None and allows(wanted, "So.</think>{}") is (reasoning is not None)
+
+
 def test_a_forced_call_may_follow_reasoning(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     script_template(monkeypatch, "{{ tools[0] }}<think>\n")
     script(monkeypatch, 'So.</think>[{"name": "stop", "parameters": {}}]')
