@@ -23,6 +23,8 @@ _TEXTS = ("text",)
 
 _BILLING = "x-anthropic-billing-header"
 
+_SAMPLING = ("temperature", "top_p", "top_k", "cache_salt", "priority")
+
 _WITHOUT_EFFECT = ("metadata", "service_tier", "cache_control", "inference_geo")
 
 _NAMES = {"stop": "stop_sequences", "response_format": "output_config"}
@@ -84,6 +86,8 @@ class MessagesBody(msgspec.Struct):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
     tools: list[_Tool] | None = None
     tool_choice: _Choice | None = None
     thinking: dict[str, Any] | None = None
@@ -103,7 +107,7 @@ def read_messages(engine: Runtime, raw: bytes, counting: bool = False) -> Genera
         messages += _translated(f"messages[{index}].content", message)
     last = messages[-1] if messages else {}
     continues = last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
-    sampling: dict[str, Any] = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+    sampling: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     if body.stop_sequences:
         sampling["stop"] = body.stop_sequences
     others = {str(tool.type) for tool in body.tools or () if not tool.is_function}
@@ -122,7 +126,7 @@ def read_messages(engine: Runtime, raw: bytes, counting: bool = False) -> Genera
         else {"enable_thinking": body.thinking.get("type") != "disabled"},
         reasoning_effort=None if body.output_config is None else body.output_config.effort,
         response_format=None if wanted is None else ResponseFormat("json_schema", schema=wanted.schema),
-        sampling={name: value for name, value in sampling.items() if value is not None},
+        sampling=sampling,
         ignored=ignored + sorted(f"tools.{kind}" for kind in others),
     )
     return chat_generation(engine, chat, clamped=True, names=_NAMES)

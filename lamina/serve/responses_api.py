@@ -25,6 +25,8 @@ _WITHOUT_EFFECT = (
     *("include", "truncation", "stream_options", "max_tool_calls", "context_management"),
 )
 
+_SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "cache_salt", "priority")
+
 _NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text"}
 _NAMES |= {"response_format.json_schema.schema": "text.format.schema"}
 """Names of the fields of chats in this API."""
@@ -55,6 +57,10 @@ class ResponsesBody(msgspec.Struct):
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -99,7 +105,7 @@ def read_response(engine: Runtime, raw: bytes) -> GenerationRequest:
             _add_item(messages, f"input[{index}]", item)
     functions = [tool for tool in body.tools or () if tool.get("type") == "function"]
     others = {str(tool.get("type")) for tool in body.tools or () if tool.get("type") != "function"}
-    sampling = {"temperature": body.temperature, "top_p": body.top_p}
+    sampling = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     chat = ChatBody(
         model=body.model,
         messages=messages,
@@ -110,7 +116,7 @@ def read_response(engine: Runtime, raw: bytes) -> GenerationRequest:
         stream=body.stream,
         response_format=_format(body.text),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
-        sampling={name: value for name, value in sampling.items() if value is not None},
+        sampling=sampling,
         ignored=ignored + sorted(f"tools.{kind}" for kind in others),
     )
     repeated: Json = msgspec.to_builtins(decode_field("", msgspec.json.Decoder(_Repeated).decode, raw))

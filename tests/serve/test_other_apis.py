@@ -211,6 +211,15 @@ def test_a_response_as_a_stream(client: openai.OpenAI, server: Running) -> None:
     assert (texts, arguments) == ("Hm.", '{"city": "x"}')
 
 
+@pytest.mark.parametrize(("path", "asked"), [(RESPONSES, {"input": "a"}), (MESSAGES, ASKED)])
+def test_tenants_are_kept_apart_in_the_prefix_cache(server: Running, path: str, asked: dict[str, Any]) -> None:
+    response = server.post(path, **asked, cache_salt="tenant", priority=3)
+    assert response.status_code == 200 and "X-Lamina-Ignored-Fields" not in response.headers
+    ((_, params),) = server.engine.submitted
+    assert (params.cache_salt, params.priority) == ("tenant", 3)
+    assert "cache_salt is" in server.post(path, **asked, cache_salt="x" * 257).json()["error"]["message"]
+
+
 def test_a_response_of_a_schema(client: openai.OpenAI, server: Running) -> None:
     text: Any = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}
     client.responses.create(model="fake", input="a", text=text)
