@@ -205,9 +205,9 @@ def depends_on_order(captured: Capture) -> str | None:
     Raises UnsupportedModelError for an operator that cannot be run.
     """
     trial = _Trial(captured)
-    together = trial.run(list(range(len(_IDS))))
+    together = trial.compute(list(range(len(_IDS))))
     for order in _ORDERS:
-        for label, found in trial.run(order).items():
+        for label, found in trial.compute(order).items():
             expected = together[label][order]
             bound = _TOLERANCE * float(expected.abs().nan_to_num().max())
             if not torch.allclose(found, expected, rtol=0, atol=bound, equal_nan=True):
@@ -225,7 +225,7 @@ class _Trial:
             if node.op == "placeholder" and node not in (captured.ids, captured.positions) and node.users
         }
 
-    def run(self, rows: Sequence[int]) -> Mapping[str, Tensor]:
+    def compute(self, rows: Sequence[int]) -> Mapping[str, Tensor]:
         """Return every q, k and v, and the logits, for ``rows`` in this order."""
         captured = self._captured
         values: dict[fx.Node, Any] = {captured.ids: _IDS[rows], captured.positions: _POSITIONS[rows], **self._fixed}

@@ -87,7 +87,7 @@ def joining(shape: ModelShape, device: Hardware, prompt: int, workers: int) -> l
         kv_tokens_per_worker=min(part, room),
     )
     arrivals = Arrivals(np.zeros(1), np.array([prompt]), np.array([1]))
-    spans = Simulation(deployment, arrivals, (), recorded=10**7).run().spans
+    spans = Simulation(deployment, arrivals, (), recorded=10**7).simulate().spans
     steps = np.array([span.begin_ns for span in spans["compute0"]])
     first = [
         min(span.begin_ns for span in spans[f"memory{index}"] if span.stage == "attention") for index in range(workers)

@@ -262,7 +262,7 @@ def ends(deployment: Deployment, contexts: Ints, pooled: bool, policy: Policy | 
     run = (Pooled if pooled else BaselineSimulation)(System.TENSOR_PARALLEL, deployment, arrivals, ())
     if isinstance(run, Pooled):
         run.policy = policy
-    log = run.run().log
+    log = run.simulate().log
     assert log.count(State.FINISHED) == len(contexts), f"{log.count(State.REFUSED)} requests do not fit"
     return np.sort(log.end_s)
 

@@ -79,7 +79,7 @@ class PipeControl:
 
 def serve(pipe: Connection, secret: bytes, device: str) -> None:
     with contextlib.ExitStack() as resources:
-        build(PipeControl(pipe, secret, device), resources).run()  # type: ignore[arg-type]
+        build(PipeControl(pipe, secret, device), resources).serve_until_closed()  # type: ignore[arg-type]
 
 
 class Cluster:

@@ -54,7 +54,7 @@ def serve(pipe: Connection, secret: bytes, whole: bool) -> None:
     """The memory worker's process."""
     most = 1 << 62 if whole else MOST_PRODUCTS
     with mock.patch("lamina.memory.device.cpu.MOST_PRODUCTS", most), contextlib.ExitStack() as resources:
-        build(PipeControl(pipe, secret, "cpu"), resources).run()  # type: ignore[arg-type]
+        build(PipeControl(pipe, secret, "cpu"), resources).serve_until_closed()  # type: ignore[arg-type]
 
 
 class Cluster:

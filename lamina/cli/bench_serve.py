@@ -99,7 +99,7 @@ def serve(
             count += 1
             on_progress(count)
 
-        answers = asyncio.run(Load(base, headers, fields, timeout, on_answer).run(planned))
+        answers = asyncio.run(Load(base, headers, fields, timeout, on_answer).send_all(planned))
     found = {"url": base, "model": fields["model"], **figures(answers, ttft, tbt)}
     show(found)
     if json_file is not None:

@@ -167,7 +167,7 @@ def chat(
         options.check_sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
         given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
         server = RemoteModel(url, {name: value for name, value in given.items() if value is not None}, api_key)
-        Conversation(server, system).run()
+        Conversation(server, system).converse()
         return
     params = options.sampling_params(config, max_tokens, temperature, top_p, seed)
     from lamina.sdk import Lamina
@@ -175,7 +175,7 @@ def chat(
     with Lamina.from_config(config) as lamina:
         if sys.stdin.isatty() and config.model is None:
             output().print("[dim]The bundled model only continues Python source; give --model DIR for a chat model.[/]")
-        Conversation(_Local(lamina, params), system).run()
+        Conversation(_Local(lamina, params), system).converse()
 
 
 class _Local:
@@ -206,7 +206,7 @@ class Conversation:
         self._start = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._start)
 
-    def run(self) -> None:
+    def converse(self) -> None:
         """Read messages and print answers until /exit or the end of input."""
         if sys.stdin.isatty():
             print_text(f"{self._model.name}: {HELP}\n", console=notes())

@@ -173,6 +173,6 @@ def worker(
     agent = Agent((name, int(port)), keys_of(secret), application(role, kind), place)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: agent.request_leave())
-    worker_name = agent.run()
+    worker_name = agent.host_worker()
     print_text(f"{worker_name} has ended\n" if worker_name else "left before the engine needed a worker\n")
     sys.exit(0)

@@ -151,7 +151,7 @@ class Load:
         self._texts: dict[int, str] = {}  # of the answers that later prompts of a trace repeat
         self._start = 0.0
 
-    async def run(self, planned: Sequence[Conversation]) -> list[Answer]:
+    async def send_all(self, planned: Sequence[Conversation]) -> list[Answer]:
         """Send all conversations at their times, whatever has been answered, and return the answers."""
         import httpx
 

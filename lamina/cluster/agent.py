@@ -108,7 +108,7 @@ class Agent:
         """Ask the engine to let the worker leave; a second call ends it. Safe in any thread or signal handler."""
         os.eventfd_write(self._wakeup, 1)
 
-    def run(self) -> str:
+    def host_worker(self) -> str:
         """Run until the worker has ended. Returns the worker's name; empty if the agent left before it had a worker.
 
         Raises:
@@ -264,12 +264,14 @@ class AgentActor:
         """Return the public key, for the engine to trust."""
         return bytes(self._public)
 
-    def run(self, engine: tuple[str, int], engine_key: bytes, name: str, role: Role, kind: str, device: str) -> str:
+    def host_worker(
+        self, engine: tuple[str, int], engine_key: bytes, name: str, role: Role, kind: str, device: str
+    ) -> str:
         """Run worker ``name`` until it has ended. Returns an error that was not reported to the engine, or ""."""
         environment()  # report invalid variables of this node here, not from the worker
         keys = Keys(engine_key, self._public, self._secret)
         try:
-            Agent(engine, keys, application(role, kind, name), WorkerPlace(device)).run()
+            Agent(engine, keys, application(role, kind, name), WorkerPlace(device)).host_worker()
         except WorkerError:
             return ""  # the agent has told the engine
         except LaminaError as error:

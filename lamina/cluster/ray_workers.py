@@ -174,7 +174,7 @@ class RayWorkers:
             )
             actor = options.remote()
             self._remote.trust(ray.get(actor.key.remote(), timeout=ACTOR_S), name)
-            ended = actor.run.remote(self._engine, self._engine_key, name, role, kind, ray_device(kind))
+            ended = actor.host_worker.remote(self._engine, self._engine_key, name, role, kind, ray_device(kind))
             while not self._is_over(name) and not self._is_ready(name, ended, POLL_S):
                 pass
             if not self._is_over(name) and (why := ray.get(ended, timeout=POLL_S)):

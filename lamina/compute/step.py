@@ -153,7 +153,7 @@ class StepRun:
     def _former(self) -> str:
         return self._replica.names[self._stages[self.index - 1]]
 
-    def run(self, drawn: Mapping[int, int]) -> torch.Tensor | None:
+    def run_slice(self, drawn: Mapping[int, int]) -> torch.Tensor | None:
         """Run the next slice; return logits [rows that draw, vocab] after the last slice.
 
         The first slice of a step that needs no peer may run together with all others.
@@ -183,7 +183,7 @@ class StepRun:
         if self._whole is None or self._table is None:
             return None
         begun = self._timeline.now()
-        logits = self._whole.run(self._rows, self._table)
+        logits = self._whole.run_step(self._rows, self._table)
         if logits is None:
             return None
         self._next, self.is_launched, self._launched_ns = len(self._own), True, begun

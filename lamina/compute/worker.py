@@ -234,7 +234,7 @@ class ComputeWorker(WorkerLoop):
         begun = time.monotonic()
         if self._order is not None:
             self._order.on_slice(lane.number)
-        logits = step.run(self._sequences.drawn)
+        logits = step.run_slice(self._sequences.drawn)
         if step.take_news():
             self._sequences.append_tokens(step.plan, step.tokens)
         last = step.index < 0

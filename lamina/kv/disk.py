@@ -47,7 +47,7 @@ class Blocks:
     def __contains__(self, key: bytes) -> bool:
         return key in self._kept
 
-    def run(self, keys: Sequence[bytes], first: int) -> int:
+    def count_kept(self, keys: Sequence[bytes], first: int) -> int:
         """Return the number of consecutive ``keys`` from place ``first`` on whose blocks are on the disk."""
         return next((n for n, key in enumerate(keys[first:]) if key not in self._kept), len(keys[first:]))
 
@@ -261,7 +261,7 @@ class Disks:
             if any(one.worker != worker for one in path) or self._prefixes.is_moving(path):
                 continue
             resident = min(found // BLOCK, len(keys))
-            stop = (resident + disk.run(keys, resident)) * BLOCK
+            stop = (resident + disk.count_kept(keys, resident)) * BLOCK
             if stop >= most + BLOCK:
                 held = next((one.stop for one in path if one.holders), 0)
                 best, most, lacking = (worker, resident), stop, stop - min(held, resident * BLOCK)

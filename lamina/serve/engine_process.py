@@ -63,7 +63,7 @@ class EngineProcess:
         # From the start: loading may take longer than the supervisor waits for a sign of life.
         threading.Thread(target=self._beat, name="beats", daemon=True).start()
 
-    def run(self) -> None:
+    def serve_until_closed(self) -> None:
         """Serve until told to close, or until the engine has stopped by itself.
 
         Raises KeyboardInterrupt if told to close while it loads; the supervisor then ends the workers.
@@ -182,7 +182,7 @@ def main() -> None:
     exit_with(bootstrap.supervisor_pid)
     signal.signal(signal.SIGINT, _interrupt)
     with contextlib.suppress(KeyboardInterrupt):
-        EngineProcess(line, bootstrap).run()
+        EngineProcess(line, bootstrap).serve_until_closed()
 
 
 if __name__ == "__main__":

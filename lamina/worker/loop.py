@@ -124,7 +124,7 @@ class WorkerLoop:
         self._newcomers = Newcomers(control, links)
         self._running = True
 
-    def run(self) -> None:
+    def serve_until_closed(self) -> None:
         """Serve until the engine sends ``Stop``."""
         while self._running:
             try:

@@ -110,7 +110,7 @@ def serve(control: ControlClient, build: Build) -> None:
     with contextlib.ExitStack() as resources:
         try:
             control.send(greeting(control.device))
-            build(control, resources).run()
+            build(control, resources).serve_until_closed()
         except Exception as error:
             # Sent before the links close, so that the engine gets this error before a peer reports a lost link.
             trace, by_user = traceback.format_exc(), isinstance(error, UserError)

@@ -54,7 +54,7 @@ def converse(
 ) -> list[str]:
     lamina = FakeLamina(dead)
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    Conversation(_Local(lamina, SamplingParams()), system).run()  # type: ignore[arg-type]
+    Conversation(_Local(lamina, SamplingParams()), system).converse()  # type: ignore[arg-type]
     return lamina.asked
 
 
@@ -100,7 +100,7 @@ def test_a_server_answers_and_refuses_like_an_engine(
         server = RemoteModel(f"{running.url}/v1/", {"max_tokens": 5, "temperature": 0.0, "seed": 3})
         assert server.name == "fake"
         monkeypatch.setattr("sys.stdin", io.StringIO("hello\nbreak\nagain\n"))
-        Conversation(server, "s").run()
+        Conversation(server, "s").converse()
         printed = capsys.readouterr()
         assert printed.out.splitlines()[0] == printed.out.splitlines()[-1] == " one two three"
         assert "error: " in printed.err and "worker memory0 is gone" in printed.err

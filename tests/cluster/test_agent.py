@@ -28,7 +28,7 @@ def test_a_port_where_nobody_listens_is_told_long_before_the_wait_ends(
     with socket.create_server((LOOPBACK, 0)) as closed:
         port = closed.getsockname()[1]
     with pytest.raises(ConfigError, match="nothing has listened"):
-        Agent((LOOPBACK, port), keys_of(new()), ABOUT, WorkerPlace()).run()
+        Agent((LOOPBACK, port), keys_of(new()), ABOUT, WorkerPlace()).host_worker()
     (said,) = (record.getMessage() for record in caplog.records)
     assert f"nobody answers at {LOOPBACK}:{port}" in said and "--listen" in said and "--engine" in said
 
@@ -49,7 +49,7 @@ def test_a_worker_without_a_place_says_that_it_waits(
     secret = new()
     workers = RemoteWorkers(LOOPBACK, 0, secret, secret.curve_keys(ENGINE))
     waiting = Agent((LOOPBACK, workers.port), keys_of(secret), ABOUT, WorkerPlace())
-    running = threading.Thread(target=waiting.run)
+    running = threading.Thread(target=waiting.host_worker)
     running.start()
     try:
         assert told.wait(30)

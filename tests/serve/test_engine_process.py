@@ -44,7 +44,7 @@ def test_a_frontend_that_ends_while_the_engine_loads_is_not_awaited(
         return engine
 
     monkeypatch.setattr(process, "_start", load)
-    running = threading.Thread(target=process.run, daemon=True)
+    running = threading.Thread(target=process.serve_until_closed, daemon=True)
     running.start()
     while not isinstance(receive_from_engine(ours), Serving):
         pass

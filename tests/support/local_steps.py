@@ -69,7 +69,7 @@ class LocalWorker:
         run = StepRun(plan, self._replica, exchange, Mock(), Workspace(rows), whole=self.steps)
         slices = 0
         while run.index >= 0:
-            logits = run.run({})
+            logits = run.run_slice({})
             slices += 1
         assert logits is not None
         self.whole += slices == 1

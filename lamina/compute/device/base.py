@@ -188,7 +188,7 @@ class WholeSteps(Protocol):
     def has_ended(self) -> bool:
         """Return whether the device has completed all work launched on it."""
 
-    def run(self, rows: Rows, table: Any) -> torch.Tensor | None:
+    def run_step(self, rows: Rows, table: Any) -> torch.Tensor | None:
         """Run a step: append its k and v, and return its logits [rows, vocab].
 
         Returns None if this step has to run slice by slice. The next call may overwrite the logits.

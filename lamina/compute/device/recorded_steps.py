@@ -81,7 +81,7 @@ class RecordedSteps:
             self._slices.place_rows(Rows(zeros, zeros))
             self._recording(count)
 
-    def run(self, rows: Rows, table: Any) -> Tensor | None:
+    def run_step(self, rows: Rows, table: Any) -> Tensor | None:
         """Return logits [rows, vocab] of a step whose rows attend to ``table``, a ``GpuTable``; None if it has to run
         slice by slice. The next step overwrites them."""
         count = len(rows.ids)

@@ -72,8 +72,8 @@ def simulate(
     gc.disable()  # there are no reference cycles, and searching for them takes a tenth of the time
     try:
         if system is System.LAMINA:
-            return Simulation(deployment, arrivals, faults, recorded).run(on_progress, stops)
-        return BaselineSimulation(system, deployment, arrivals, faults).run(on_progress, stops)
+            return Simulation(deployment, arrivals, faults, recorded).simulate(on_progress, stops)
+        return BaselineSimulation(system, deployment, arrivals, faults).simulate(on_progress, stops)
     finally:
         if collects:
             gc.enable()

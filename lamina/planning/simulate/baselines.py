@@ -89,7 +89,7 @@ class BaselineSimulation:
             for _ in range(count)
         ]
 
-    def run(self, on_progress: Callable[[int], None] | None = None, stops: Stops | None = None) -> Result:
+    def simulate(self, on_progress: Callable[[int], None] | None = None, stops: Stops | None = None) -> Result:
         """Run the simulation; the arguments are those of ``simulate``."""
         now, turns = 0.0, 0
         while self._log.ended < len(self._arrivals):

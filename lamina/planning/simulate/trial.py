@@ -193,7 +193,7 @@ class Course:
             engine=self._engine.lamina if way.kind.is_lamina else self._engine,
         )
 
-    def run(self, capacity: Capacity, rate: float, requests: int) -> Result:
+    def simulate(self, capacity: Capacity, rate: float, requests: int) -> Result:
         """Run one simulation at an offered rate, until all requests have ended or the SLOs are missed."""
         system = System(capacity.way.kind.system)
         return simulate(self.deployment(capacity), self.arrivals(requests, rate), system, stops=self.misses_slos)
@@ -245,7 +245,7 @@ class Course:
         kept: Result | None = None
         left, falls = min(rounds, self.rounds(capacity)), MOST_FALLS
         while left and falls:
-            result = self.run(capacity, rate, requests)
+            result = self.simulate(capacity, rate, requests)
             on_run()
             if self.within_slos(result):
                 low, kept = rate, result

@@ -210,7 +210,7 @@ def test_ways_of_lamina_multiply_8_bit_floats_in_16_bits(model: str) -> None:
         way = Way(kind=kind, chunk=2048, compute=device, compute_workers=2, tensor_parallel=2)
         found = Server(shape, served, {device.kind: cost(shape, "h100")}, market, NO_LIMITS, VLLM).evaluate(way)
         assert found is not None
-        return course.run(found, 1000.0, 60).seconds
+        return course.simulate(found, 1000.0, 60).seconds
 
     assert seconds(Kind.LOCAL, CATALOGUE["h100"]) == pytest.approx(seconds(Kind.LOCAL, without), rel=1e-9)
     assert seconds(Kind.ONE_POOL, CATALOGUE["h100"]) < 0.95 * seconds(Kind.LOCAL, CATALOGUE["h100"])

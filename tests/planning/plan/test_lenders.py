@@ -24,7 +24,7 @@ def run(kind: type[BaselineSimulation], prompts: list[int], output: int) -> tupl
     count = len(prompts)
     arrivals = Arrivals(np.zeros(count), np.array(prompts), np.full(count, output))
     simulation = kind(System.TENSOR_PARALLEL, deployment, arrivals, ())
-    result = simulation.run()
+    result = simulation.simulate()
     return result, [one for one in simulation._first if isinstance(one, Lender)]
 
 
@@ -63,7 +63,7 @@ def test_every_block_is_free_or_used_by_one_sequence(
     deployment = Deployment(model=SMALL, compute=A100, compute_workers=4, prefix_cache=False)
     contexts = ranges(120_000, 400_000, 0.2, 24)
     arrivals = Arrivals(np.zeros(24), contexts - 8, np.full(24, 8))
-    result = Pooled(System.TENSOR_PARALLEL, deployment, arrivals, ()).run()
+    result = Pooled(System.TENSOR_PARALLEL, deployment, arrivals, ()).simulate()
     assert result.log.count(State.FINISHED) == 24
     assert (sum(moved) > 0) is (policy is not None)
 

@@ -123,7 +123,7 @@ def trial(best: Capacity, course: Course) -> Trial:
 def test_what_is_served_is_within_the_slos_and_more_is_not(best: Capacity, course: Course, trial: Trial) -> None:
     assert trial.result.ttft_s.p99 <= 2 and trial.result.tbt_s.p99 <= 0.1
     assert abs(trial.result.growth) <= 0.06 and trial.requests_s == pytest.approx(trial.rate, rel=2 * trial.error)
-    assert not course.within_slos(course.run(best, 1.5 * trial.requests_s, trial.requests))
+    assert not course.within_slos(course.simulate(best, 1.5 * trial.requests_s, trial.requests))
     # The dollars of prompts and of outputs are those of the pools.
     spent = trial.usd_per_million_in * SERVED.prompt + trial.usd_per_million_out * SERVED.output
     assert spent * trial.requests_s * 3600 / 1e6 == pytest.approx(trial.capacity.usd_per_hour)
@@ -220,7 +220,7 @@ def test_long_sequences_over_several_workers() -> None:
     assert parted is not None and whole is not None and "KV in parts of 4096" in way.describe()
     assert parted.chunk_step_s < 0.6 * whole.chunk_step_s and parted.requests_s > whole.requests_s
     course = Course(SMALL, served, [], RENTS, slo)
-    times = [course.run(one, 0.8 * whole.requests_s, 12).tbt_s.p50 for one in (parted, whole)]
+    times = [course.simulate(one, 0.8 * whole.requests_s, 12).tbt_s.p50 for one in (parted, whole)]
     assert times[0] < times[1]
 
 
@@ -320,7 +320,7 @@ def test_requests_that_wait_between_prefill_and_decoding_are_not_within_the_slos
             now = index + 0.1 + 0.02 * token + (stall_s if token else 0)
             log.draw(now, np.array([index]))
         log.end(index, State.FINISHED, now)
-    result = dataclasses.replace(course.run(found, 1.0, 10), log=log)
+    result = dataclasses.replace(course.simulate(found, 1.0, 10), log=log)
     assert result.ttft_s.p99 <= 2 and result.tbt_s.p99 <= 0.1
     assert course.within_slos(result) is kept
     served = workload.of_lengths(800, 300)

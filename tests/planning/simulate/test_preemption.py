@@ -59,7 +59,7 @@ def admitted(prefix_cache: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[
         return sequence
 
     monkeypatch.setattr(instance, "_admit", noted)
-    result = simulation.run()
+    result = simulation.simulate()
     assert result.log.count(State.FINISHED) == count and result.preempted > 10 and len(found) > count
     assert instance.free == instance.blocks
     return found, result.seconds

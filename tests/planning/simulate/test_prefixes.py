@@ -118,7 +118,7 @@ def test_an_engine_gets_all_of_its_blocks_back() -> None:
         for turn, one in enumerate(conversations(120, 0.01))
     ]
     simulation = BaselineSimulation(System.CHUNKED_PREFILL, deployment(System.CHUNKED_PREFILL, 15.6), replay(trace), ())
-    result = simulation.run()
+    result = simulation.simulate()
     (instance,) = simulation._first
     assert result.preempted > 0 and result.log.count(State.FINISHED) > 100
     assert instance.free == instance.blocks and 0 < instance.prefixes.idle <= instance.free

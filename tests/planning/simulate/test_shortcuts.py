@@ -112,7 +112,7 @@ def test_a_run_ends_early_only_if_the_whole_run_misses_the_slos(kind: Kind, limi
     course = Course(SMALL, workload.of_lengths(800, 120), [], prices.load("paper"), slo)
     kept, ended = set(), 0
     for rate in (2.0, 8.0, 16.0, 32.0, 128.0):
-        short = course.run(found, rate, 300)
+        short = course.simulate(found, rate, 300)
         whole = simulate(course.deployment(found), course.arrivals(300, rate), System(kind.system))
         assert course.within_slos(short) == course.within_slos(whole), rate
         kept.add(course.within_slos(whole))

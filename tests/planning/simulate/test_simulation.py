@@ -325,7 +325,7 @@ def test_decisions_are_those_of_a_scheduler_driven_by_hand(monkeypatch: pytest.M
     deployment = pools(compute_workers=3, memory_workers=2, lanes=6, pipelining="fixed")
     simulation = under_test.Simulation(deployment, mixed(150), [], 0)
     limits, capacities = simulation._scheduler.limits, simulation._scheduler.placement.capacities
-    simulation.run()
+    simulation.simulate()
 
     scheduler = Scheduler(limits, Placement(capacities), 6, attentions=LLAMA.layers, kv_heads=LLAMA.kv_heads)
     expected: list[StepPlan] = []
@@ -361,7 +361,7 @@ def test_kv_that_leaves_a_drained_worker_takes_the_time_of_its_bytes() -> None:
             scheduler.drain(scheduler.requests[0].home)
 
     simulation._submit = watch  # type: ignore[method-assign]
-    result = simulation.run()
+    result = simulation.simulate()
     assert result.log.states == [State.FINISHED] and scheduler.dropped == 0
     token_bytes = LLAMA.layers * 2 * LLAMA.kv_heads * LLAMA.head_size * 2
     wire_s = float(deployment.memory_cost.wire_seconds(1.0))
