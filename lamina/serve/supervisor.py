@@ -7,6 +7,7 @@ unfinished requests. An engine that reports that it has stopped by itself is not
 import contextlib
 import itertools
 import logging
+import math
 import multiprocessing
 import os
 import selectors
@@ -45,6 +46,7 @@ from lamina.control.agent_messages import (
 from lamina.control.liveness import Restarts
 from lamina.control.secret import Secret, configured, new
 from lamina.core.errors import EngineDeadError, LaminaError, user_error
+from lamina.core.threads import join_thread
 from lamina.serve.frontend_processes import collected
 from lamina.transport.listener import LOOPBACK
 
@@ -117,7 +119,7 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
-        self._thread.join(CLOSE_S + 2 * KILL_S)
+        join_thread(self._thread, CLOSE_S + 2 * KILL_S)
         self._listener.close()
 
     @property
@@ -170,23 +172,26 @@ class Supervisor:
                 self._line = ours
             ready.register(ours, selectors.EVENT_READ)
             ready.register(self._workers.exits, selectors.EVENT_READ)
-            told_to_close: float | None = None
+            told_to_close, end_at = False, math.inf
             while engine.poll() is None:
                 for key, _ in ready.select(POLL_S):
                     if key.fileobj is not ours:
                         self._tell_exits()
-                    elif (message := self._read(ours)) is None:
-                        engine.wait(CLOSE_S)
+                    elif (message := self._read(ours)) is None:  # it ends
+                        ready.unregister(ours)
+                        end_at = time.monotonic() + CLOSE_S
                     else:
                         self._on_message(message)
-                if self._closing.is_set() and told_to_close is None:
-                    told_to_close = time.monotonic()
+                if self._closing.is_set() and not told_to_close:
+                    told_to_close, end_at = True, time.monotonic() + CLOSE_S
                     if self.serving is before and not self._elsewhere:
                         engine.kill()  # it still loads, and its workers belong to this process
                     else:
                         self._tell(CloseEngine())
-                elif told_to_close is not None and time.monotonic() > told_to_close + CLOSE_S:
+                elif time.monotonic() > end_at:
+                    log.warning("the engine (process %d) was to end within %g s; it is killed", engine.pid, CLOSE_S)
                     engine.kill()
+                    end_at = math.inf
             while ours.poll() and (message := self._read(ours)) is not None:
                 self._on_message(message)
             self._line = None

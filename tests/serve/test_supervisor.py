@@ -4,7 +4,10 @@ import multiprocessing
 import os
 import queue
 import signal
+import subprocess
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -99,4 +102,25 @@ def test_a_worker_whose_gpu_is_gone_does_not_end_the_server(tmp_path: Path, monk
     assert isinstance(answer, Done) and "GPU" in answer.error
     ours.close()
     engine.close()
+    one._listener.close()
+
+
+HANGS = "import os, sys, time; os.close(int(sys.argv[1])); time.sleep(600)"
+
+
+def test_an_engine_that_hangs_after_it_has_closed_its_line_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor then starts another one; it must not fail itself."""
+    start = subprocess.Popen
+
+    def hang(command: list[str], *, pass_fds: list[int], **options: Any) -> "subprocess.Popen[bytes]":
+        return start([sys.executable, "-c", HANGS, str(pass_fds[0])], pass_fds=pass_fds[:1], **options)
+
+    monkeypatch.setattr(supervisor, "CLOSE_S", 0.2)
+    monkeypatch.setattr("subprocess.Popen", hang)
+    one = Supervisor(EngineConfig(), tmp_path, list)
+    with ThreadPoolExecutor(1) as pool:
+        how = pool.submit(one._run_engine).result(END_S)
+    assert f"signal {signal.SIGKILL.value}" in how
     one._listener.close()
