@@ -14,6 +14,7 @@ import logging
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -195,7 +196,7 @@ class RemoteEngine:
             self._submitting.add(numbers[0])
             self._requests.send(self._encoder.encode(Submit(numbers[0], prompts, params, client, seeds)))
         try:
-            answer: Submitted = self._wait(numbers[0], reply, SUBMIT_TIMEOUT_S)
+            answer: Submitted = self._wait(numbers[0], reply, time.monotonic(), SUBMIT_TIMEOUT_S)
             if answer.error:
                 raise _error(answer)
         except BaseException:
@@ -237,18 +238,18 @@ class RemoteEngine:
 
     def _ask(self, question: Callable[[int], msgspec.Struct]) -> Any:
         """Return the answer of the engine, or of its successor; None if it has stopped. ``question``: makes it, of its
-        number."""
-        reply: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        with self._lock:
-            if self.dead is not None:
-                return None
-            number = next(self._numbers)
-            self._replies[number] = reply
-            self._requests.send(self._encoder.encode(question(number)))
-        try:
-            return self._wait(number, reply, STATS_TIMEOUT_S)
-        except EngineDeadError:
-            return self._ask(question)
+        number. Raises DeadlineError after ``STATS_TIMEOUT_S``, however many engines have been asked by then."""
+        begun = time.monotonic()
+        while True:
+            reply: concurrent.futures.Future[Any] = concurrent.futures.Future()
+            with self._lock:
+                if self.dead is not None:
+                    return None
+                number = next(self._numbers)
+                self._replies[number] = reply
+                self._requests.send(self._encoder.encode(question(number)))
+            with contextlib.suppress(EngineDeadError):
+                return self._wait(number, reply, begun, STATS_TIMEOUT_S)
 
     def scale(
         self, *, compute: int | str = 0, memory: int | str = 0, prefill: int | str = 0
@@ -287,9 +288,9 @@ class RemoteEngine:
             if not self._context.closed:
                 self._requests.send(self._encoder.encode(message))
 
-    def _wait(self, number: int, reply: concurrent.futures.Future[Any], timeout_s: float) -> Any:
+    def _wait(self, number: int, reply: concurrent.futures.Future[Any], begun: float, timeout_s: float) -> Any:
         try:
-            return reply.result(timeout_s)
+            return reply.result(begun + timeout_s - time.monotonic())
         except TimeoutError:
             raise DeadlineError(f"the engine has not answered within {timeout_s:.0f} s; try again later") from None
         finally:

@@ -21,15 +21,16 @@ from lamina.control.frontend_messages import (
     Resume,
     Stopped,
     Submit,
+    Welcome,
     pack_tokens,
 )
 from lamina.control.packed_logprobs import pack
 from lamina.control.timeline import Span
-from lamina.core.errors import EngineDeadError, LaminaError, OverloadedError, RequestError
+from lamina.core.errors import DeadlineError, EngineDeadError, LaminaError, OverloadedError, RequestError
 from lamina.core.outputs import FinishReason, Logprob
 from lamina.core.sampling import SamplingParams
 from lamina.core.types import Client
-from lamina.engine import frontends
+from lamina.engine import frontends, remote_engine
 from lamina.engine.frontends import Frontends
 from lamina.engine.lives import Event, Life
 from lamina.engine.remote_engine import RemoteEngine
@@ -231,6 +232,22 @@ async def test_requests_end_also_if_the_engine_stops_right_after_an_answer(
     remote._dispatch(StatsOf(77, STATS))
     remote._dispatch(Stopped("it was killed"))
     assert caller.finished and asked.result(0) == STATS
+
+
+async def test_a_question_has_one_deadline_however_many_engines_end_meanwhile(
+    room: Frontends, remote: RemoteEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "_reply", lambda *_: None)
+    monkeypatch.setattr(remote_engine, "STATS_TIMEOUT_S", 0.3)
+    asking = asyncio.create_task(asyncio.to_thread(remote.stats))
+    for incarnation in range(1, 300):
+        remote._dispatch(Welcome(incarnation))
+        await asyncio.sleep(0.01)
+        if asking.done():
+            break
+    remote._dispatch(Stopped("it was killed"))
+    with pytest.raises(DeadlineError):
+        await asking
 
 
 async def test_a_frontend_that_connects_after_the_engine_has_stopped_is_told(
