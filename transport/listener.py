@@ -21,6 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from lamina.core.errors import PeerLostError, RefusedError, TransportError
+from lamina.core.threads import join_thread
 
 logger = logging.getLogger(__name__)
 
@@ -320,7 +321,7 @@ class Listener:
     def close(self) -> None:
         """End the thread and close every connection that has not been accepted."""
         self._end.close()
-        self._thread.join()
+        join_thread(self._thread)
 
     def _serve(self) -> None:
         with contextlib.ExitStack() as stack:

@@ -5,6 +5,7 @@ import ipaddress
 import json
 import os
 import random
+import select
 import socket
 import statistics
 import subprocess
@@ -19,7 +20,7 @@ import typer
 
 from lamina.cli import options
 from lamina.config.engine_config import EngineConfig
-from lamina.core.errors import ConfigError, LaminaError, TransportError
+from lamina.core.errors import ConfigError, DeadlineError, LaminaError, TransportError
 
 if TYPE_CHECKING:
     from lamina.cluster.bringup import Cluster
@@ -151,7 +152,7 @@ def _show_network(cluster: "Cluster") -> None:
     )
 
 
-END_S = 10.0
+START_S, END_S = 60.0, 10.0  # of the far side's process
 CONNECT_S = 5.0
 MAX_PORT = 65535
 
@@ -287,6 +288,8 @@ def local_far_side(cores: tuple[int, int] | None = None) -> "Iterator[Near]":
     assert far.stdin and far.stdout
     try:
         print(secret.data.hex(), file=far.stdin, flush=True)
+        if not select.select([far.stdout], [], [], START_S)[0]:
+            raise DeadlineError(f"the far side's process has not started within {START_S:g} s; try again")
         port = far.stdout.readline()
         if not port:
             raise TransportError("the far side's process exited at once; its messages are above")

@@ -35,6 +35,7 @@ from lamina.control.secret import Secret
 from lamina.control.sockets import KeyedRouter
 from lamina.core import __version__
 from lamina.core.errors import ConfigError, TransportError
+from lamina.core.threads import join_thread
 from lamina.core.topology import Pool, Role, may_run
 from lamina.transport.shm import host
 
@@ -241,8 +242,8 @@ class RemoteWorkers:
             )
             self._over = True
         os.eventfd_write(self._router.wakeup, 1)
-        self._thread.join()
-        self._router.close()
+        if join_thread(self._thread):
+            self._router.close()
 
     # -- with the lock held
 

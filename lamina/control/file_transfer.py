@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from lamina.core.errors import ModelError, TransportError
+from lamina.core.threads import join_thread
 from lamina.transport.listener import Refusals
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class FileServer:
     def close(self) -> None:
         """End the thread, and close files and socket. Idempotent."""
         self._over.set()
-        self._thread.join()
+        join_thread(self._thread)
 
 
 def fetch(socket: "zmq.Socket[bytes]", source: FileSource, folder: Path, on_fetched: OnFetched) -> None:

@@ -40,6 +40,7 @@ from lamina.control.frontend_messages import (
 )
 from lamina.core.errors import LaminaError, TransportError
 from lamina.core.outputs import FinishReason
+from lamina.core.threads import join_thread
 from lamina.engine.engine import Engine
 from lamina.engine.lives import LivesOf
 from lamina.engine.stats import StatsOf
@@ -52,7 +53,6 @@ MOST_UNSENT = 16384  # unread messages of a frontend, one per turn
 MOST_AT_ONCE = 64  # prompts of one message queued before other messages are handled: a millisecond or two
 POLL_MS = 100
 WELCOME_MS = 5  # between two attempts to reach a frontend that has not connected yet
-CLOSE_TIMEOUT_S = 5.0
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 
 
@@ -185,9 +185,9 @@ class Frontends:
         """Close the sockets. The engine must have stopped, or have no requests of frontends."""
         self._engine.after_turn = lambda: None
         self._closed.set()
-        self._thread.join(CLOSE_TIMEOUT_S)
-        with self._lock:
-            self._context.destroy(linger=0)
+        if join_thread(self._thread):
+            with self._lock:
+                self._context.destroy(linger=0)
 
     # -- the thread that reads -------------------------------------------------------------------------------------
 

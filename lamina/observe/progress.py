@@ -20,6 +20,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from lamina.core.threads import join_thread
+
 if TYPE_CHECKING:
     from lamina.cluster.conversations import OnProgress
     from lamina.control.messages import LoadProgress
@@ -119,7 +121,7 @@ def _bars_or_reports(
         yield None
     finally:
         over.set()
-        reporter.join()
+        join_thread(reporter)
 
 
 class BatchProgress:
