@@ -12,9 +12,9 @@ from lamina.engine.streams import Runtime
 from lamina.serve.answers import Block, BlockWriter, Change, Json, Usage, event, new_call_id
 from lamina.serve.bodies import ChatBody, ResponseFormat
 from lamina.serve.http_errors import APIError, as_api_error
-from lamina.serve.json_fields import decode_body, text_content
+from lamina.serve.json_fields import decode_body, decode_field, text_content
 from lamina.serve.requests import GenerationRequest, chat_generation
-from lamina.text.tools import NamedFunction, NamedTool, ToolChoice
+from lamina.text.tools import Function, NamedFunction, NamedTool, Tool, ToolChoice, plain_tools
 from lamina.text.written_json import read_written
 
 MESSAGES_PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
@@ -43,10 +43,8 @@ class _Tool(msgspec.Struct):
         """Whether the tool is the client's own; the others are Anthropic's."""
         return self.type in (None, "custom")
 
-    def as_function(self) -> Json:
-        """Return the tool in the form of chats."""
-        function = {"name": self.name, "description": self.description or "", "parameters": self.input_schema}
-        return {"type": "function", "function": function}
+    def as_function(self) -> Tool:
+        return Tool(Function(self.name, self.description or "", self.input_schema))
 
 
 class _Choice(msgspec.Struct):
@@ -115,7 +113,7 @@ def read_messages(engine: Runtime, raw: bytes, counting: bool = False) -> Genera
     chat = ChatBody(
         model=body.model,
         messages=messages,
-        tools=[tool.as_function() for tool in body.tools or () if tool.is_function],
+        tools=decode_field("tools", plain_tools, [tool.as_function() for tool in body.tools or () if tool.is_function]),
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=not (body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use),
         continue_final_message=continues,

@@ -2,7 +2,9 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,7 +15,16 @@ from lamina.serve.bodies import ChatBody, JsonSchema, ResponseFormat
 from lamina.serve.http_errors import APIError
 from lamina.serve.json_fields import decode_body, decode_field, text_content
 from lamina.serve.requests import GenerationRequest, chat_generation
-from lamina.text.tools import AllowedChoice, AllowedTools, GivenChoice, NamedFunction, NamedTool
+from lamina.text.tools import (
+    AllowedChoice,
+    AllowedTools,
+    Function,
+    GivenChoice,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    plain_tools,
+)
 
 RESPONSES_PATH = "/v1/responses"
 
@@ -103,13 +114,12 @@ def read_response(engine: Runtime, raw: bytes) -> GenerationRequest:
     else:
         for index, item in enumerate(body.input):
             _add_item(messages, f"input[{index}]", item)
-    functions = [tool for tool in body.tools or () if tool.get("type") == "function"]
     others = {str(tool.get("type")) for tool in body.tools or () if tool.get("type") != "function"}
     sampling = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     chat = ChatBody(
         model=body.model,
         messages=messages,
-        tools=[{"type": "function", "function": _function(tool)} for tool in functions],
+        tools=_functions(body.tools or ()),
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         max_tokens=body.max_output_tokens,
@@ -123,10 +133,15 @@ def read_response(engine: Runtime, raw: bytes) -> GenerationRequest:
     return replace(chat_generation(engine, chat, clamped=True, names=_NAMES), repeated=repeated)
 
 
-def _function(tool: Json) -> Json:
-    if not isinstance(tool.get("name"), str) or not tool["name"]:
-        raise APIError(400, "tools has a function without a name", param="tools")
-    return {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
+def _functions(tools: Sequence[Json]) -> list[Json]:
+    """Return the functions among ``tools`` in the form of chats. Raises APIError 400."""
+    as_function = partial(msgspec.convert, type=Function)
+    found = [
+        Tool(msgspec.structs.replace(decode_field(f"tools[{index}]", as_function, tool), strict=None))
+        for index, tool in enumerate(tools)
+        if tool.get("type") == "function"
+    ]
+    return decode_field("tools", plain_tools, found)
 
 
 def _choice(choice: str | dict[str, Any] | None) -> GivenChoice | None:

@@ -142,6 +142,7 @@ def test_a_message_as_a_stream(server: Running) -> None:
             "a part of type 'image'",
         ),
         ({"messages": 5}, 400, "invalid_request_error", "messages: Expected `array`"),
+        ({"tools": ASKED["tools"] * 2}, 400, "invalid_request_error", "2 functions named 'look'"),
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences has ''"),
         ({"maxTokens": 5}, 400, "invalid_request_error", "did you mean max_tokens?"),
         (
@@ -272,6 +273,13 @@ def test_an_answer_that_is_cut_off_is_incomplete(server: Running, monkeypatch: p
         ({"input": []}, "input", "messages is empty"),
         ({"input": "a", "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice", "needs the mode"),
         ({"input": "a", "tool_choice": {"type": "custom", "name": "x"}}, "tool_choice", "must be"),
+        (
+            {"input": "a", "tools": [{"type": "web_search"}, {"type": "function", "name": "f", "parameters": [[]]}]},
+            "tools",
+            "tools[1].parameters: Expected `object`, got `array`",
+        ),
+        ({"input": "a", "tools": [{"type": "function"}]}, "tools", "tools[0].name: Field required"),
+        ({"input": "a", "tools": TOOLS[:1] * 2}, "tools", "2 functions named 'look'"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
         ({"input": "a", "prompt": {"id": "p"}}, "prompt", "not stored"),
         ({"input": "a", "maxOutputTokens": 5}, "maxOutputTokens", "did you mean max_output_tokens?"),
