@@ -33,8 +33,13 @@ def batch(
     Answers are written in the order of completion. To continue an interrupted batch, run the command again.
     """
     check_writable("target", target)
-    total = _validate(source)
+    asked = _validate(source)
     done = _recover(target)
+    from lamina.cli.console import notes
+
+    if asked <= done:
+        notes().print(f"Answers in {target}: {len(asked)}, all from earlier runs.", soft_wrap=True)
+        return
     from lamina.observe.progress import counting_progress
     from lamina.sdk import Lamina
     from lamina.serve.app import create_app
@@ -44,12 +49,10 @@ def batch(
     with (
         Lamina.from_config(config) as lamina,
         target.open("ab") as file,
-        counting_progress("Requests", total) as on_progress,
+        counting_progress("Requests", len(asked)) as on_progress,
     ):
         failed = asyncio.run(_answer_all(create_app(lamina.engine), todo, file, most, len(done), on_progress))
-    from lamina.cli.console import notes
-
-    notes().print(f"Answers in {target}: {total}; errors in this run: {failed}.", soft_wrap=True)
+    notes().print(f"Answers in {target}: {len(asked)}; errors in this run: {failed}.", soft_wrap=True)
 
 
 def _requests(source: Path) -> Iterator[dict[str, Any]]:
@@ -89,13 +92,16 @@ def _find_error(request: Any) -> str | None:
     return None
 
 
-def _validate(source: Path) -> int:
+def _validate(source: Path) -> Set[str]:
+    """Return the custom_ids of a file. Raises ConfigError for a file that is no batch."""
     seen = set[str]()
     for count, request in enumerate(_requests(source)):
         seen.add(request["custom_id"])
         if len(seen) == count:
             raise ConfigError(f"{source} has custom_id {request['custom_id']!r} twice; give each request its own")
-    return len(seen)
+    if not seen:
+        raise ConfigError(f"{source} has no requests; give a line of JSON for each")
+    return seen
 
 
 def _recover(target: Path) -> Set[str]:

@@ -192,6 +192,8 @@ def _add_item(messages: list[Json], place: str, item: Json) -> None:
         last = messages[-1]
         if kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
+            if not isinstance(parts, list):
+                raise APIError(400, f"{place} has reasoning that is not a list of parts", param="input")
             thought = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
             last["reasoning_content"] = "\n".join(filter(None, (last.get("reasoning_content"), thought)))
         else:

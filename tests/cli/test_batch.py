@@ -95,6 +95,18 @@ def test_a_file_with_a_bad_line_is_refused_before_the_engine_starts(tmp_path: Pa
     assert refused.returncode == 2 and said in refused.stderr and refused.stderr.count("\n") == 1
 
 
+def test_no_engine_starts_where_nothing_is_to_be_answered(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in", request(0), request(1)), write(tmp_path / "out", request(1), request(0))
+    command = ("batch", str(source), str(out), "--model", "/nowhere")  # an engine would end with an error
+    done = run_here(*command)
+    assert done.returncode == 0 and "2, all from earlier runs" in done.stderr
+    write(out, request(1))
+    assert "/nowhere does not exist" in run_here(*command).stderr
+    source.write_text("\n")
+    empty = run_here(*command)
+    assert empty.returncode == 2 and "has no requests" in empty.stderr
+
+
 def test_a_torn_last_line_is_asked_for_again(tmp_path: Path) -> None:
     out = write(tmp_path / "out", {"custom_id": "a"}, {"custom_id": "b"})
     whole = out.read_bytes()

@@ -270,6 +270,7 @@ def test_an_answer_that_is_cut_off_is_incomplete(server: Running, monkeypatch: p
     [
         ({"input": None}, "input", "input: Expected `str | array`"),
         ({"input": [5]}, "input", "input[0]: Expected `object`"),
+        ({"input": [{"type": "reasoning", "content": 1}]}, "input", "input[0] has reasoning that is not a list"),
         ({"input": []}, "input", "messages is empty"),
         ({"input": "a", "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice", "needs the mode"),
         ({"input": "a", "tool_choice": {"type": "custom", "name": "x"}}, "tool_choice", "must be"),
