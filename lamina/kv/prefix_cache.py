@@ -370,7 +370,7 @@ class PrefixCache:
             return
         if self._window:
             stop -= 1  # the same prompt may come again, and must compute its last token
-            ran_on = first.known and len(group.completions) == 1  # past the prompt, so its last window is forgotten
+            ran_on = group.stored_tokens(first) > group.prompt_length + 1  # so the prompt's last window is forgotten
             if stop <= group.hit or ran_on:
                 return
         ids = ids_of(group.request.prompt_token_ids[:stop]) if group.ids is None else group.ids[:stop]

@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from lamina.core.requests import ids_of
 from lamina.core.sampling import SamplingParams
 from lamina.core.types import Request, Segment
@@ -71,3 +73,22 @@ def test_requests_go_on_from_ends_of_prompts_and_answers_and_where_another_has_l
     assert serve(under_test, "another", [*system, *range(200, 220)]) == 0, "it computes the first 40 again"
     assert serve(under_test, "a third", [*system, *range(300, 320)]) == 40
     assert serve(under_test, "a fourth", [*system, *range(300, 310), 60]) == 40, "what it leaves is too short"
+
+
+@pytest.mark.parametrize(("steps", "found"), [(1, 39), (2, 39), (3, 0), (8, 0)])
+def test_a_prompt_is_no_checkpoint_once_its_request_has_run_on(
+    steps: int, found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers have dropped the window before its end by then, also if the request has several completions."""
+    under_test = scheduler({"memory0": 1000}, limits=Limits(4, 64, 200), prefix_cache=True, window=WINDOW)
+    group = under_test.submit(Request("one", None, [*range(40)], SamplingParams(max_tokens=20, n=2)))
+    with monkeypatch.context() as patched:
+        patched.setattr(under_test.prefixes, "keep_computed", lambda *given: None)  # as if another request had added it
+        for _ in range(steps):
+            plan_of(under_test)
+            for _, completion in under_test.complete(0).values():
+                completion.generated.append(7)
+    under_test.prefixes.keep_computed(0, [group], lambda one: 40)
+    again = under_test.submit(Request("again", None, [*range(40)], SamplingParams(max_tokens=1)))
+    plan_of(under_test)
+    assert again.cached_tokens == found
