@@ -1,11 +1,12 @@
 """Reserves token slots of memory workers, and selects the workers that hold a request's KV. Pure."""
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from lamina.core.errors import RequestError
-from lamina.core.topology import Topology
+from lamina.core.pipeline import Pipeline
+from lamina.core.topology import FIRST, Topology
 from lamina.core.types import Partition, Segment
 
 AHEAD = 8  # steps for which slots are left for growth: a preempted sequence's slots return within as many
@@ -20,9 +21,7 @@ def nowhere(lane: int) -> frozenset[str]:
     return NOWHERE
 
 
-def others_of(topology: Topology) -> Callable[[int], frozenset[str]]:
-    """Return a cached ``topology.beyond``."""
-    return functools.cache(topology.beyond) if topology.local else nowhere
+NO_MEMBERS = Topology(FIRST, (), Pipeline(1, 1))
 
 
 class CachedPrefix(NamedTuple):
@@ -71,18 +70,14 @@ class Placement:
         capacities: Mapping[str, int],
         longest: int | None = None,
         partition: Partition = "auto",
-        local: Collection[str] = NOWHERE,
-        others: Callable[[int], frozenset[str]] = nowhere,
-        lends: bool = False,
+        topology: Topology = NO_MEMBERS,
     ) -> None:
         """``capacities`` has token slots by memory worker. ``partition`` "token" divides the tokens that a request has
-        at admission evenly among the workers; "request" keeps a request on one worker."""
+        at admission evenly among the workers; "request" keeps a request on one worker. Of ``topology``, only the
+        compute workers that hold KV count."""
         self.longest = longest
         self._partition = partition
-        self.local = frozenset(local)
-        self.others = others
-        self.lends = lends
-        self.in_one_lane = bool(local)
+        self._follow_replicas(topology)
         self.capacities = dict(capacities)
         self.reserved = dict.fromkeys(capacities, 0)
         self.returning = dict.fromkeys(capacities, 0)
@@ -101,14 +96,17 @@ class Placement:
         """Place KV on the memory workers of ``topology`` from now on. No slot of another worker may be reserved."""
         self._take_over(topology.capacities)
         self.token_s = {}
-        self.local = topology.local
-        self.others = others_of(topology)
-        self.lends = topology.pipeline.lends
-        self.in_one_lane = bool(topology.local)
+        self._follow_replicas(topology)
         self.closed &= topology.names
         self._note_open()
         self.left_in_all = sum(self.capacities.values()) - sum(self.reserved.values())
         self._roomiest.clear()
+
+    def _follow_replicas(self, topology: Topology) -> None:
+        """Note which compute workers hold KV, and for whom they attend to it."""
+        self.local, self.lends = topology.local, topology.pipeline.lends
+        self.others = functools.cache(topology.beyond) if topology.local else nowhere
+        self.in_one_lane = bool(topology.local)
 
     def _take_over(self, capacities: Mapping[str, int]) -> None:
         for worker in self.capacities.keys() - capacities.keys():

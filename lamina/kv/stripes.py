@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from lamina.core.heads import HeadShards
 from lamina.core.topology import Topology
 from lamina.core.types import Partition, Segment
-from lamina.kv.placement import AHEAD, WATERMARK, Placement, nowhere, others_of
+from lamina.kv.placement import AHEAD, NO_MEMBERS, WATERMARK, Placement, nowhere
 
 FEWEST = 2  # heads are cut for at least so many workers, since more may join
 
@@ -32,11 +32,8 @@ def placement(
     attend to KV that another rank has finished with.
     """
     if shards.count > 1 or topology.pipeline.ranks > 1:
-        lends = topology.pipeline.lends
-        found = StripedPlacement(capacities, shards, longest, local_parts(topology, shards), lends)
-        found.others, found.in_one_lane = found.others_of(topology), bool(topology.local)
-        return found
-    return Placement(capacities, longest, partition, topology.local, others_of(topology), topology.pipeline.lends)
+        return StripedPlacement(capacities, shards, longest, topology)
+    return Placement(capacities, longest, partition, topology)
 
 
 Parts: TypeAlias = tuple[tuple[str, range], ...]
@@ -92,19 +89,16 @@ class StripedPlacement(Placement):
         capacities: Mapping[str, int],
         shards: HeadShards,
         longest: int | None = None,
-        replicas: Sequence[Parts] = (),
-        lends: bool = False,
+        topology: Topology = NO_MEMBERS,
     ) -> None:
-        """``capacities`` has tokens with all heads by memory worker; ``replicas`` is the result of ``local_parts``."""
+        """``capacities`` has tokens with all heads by memory worker."""
         self._shards = shards
         self._parts: dict[str, Parts] = {}  # of every place
         self._slots: dict[str, int] = {}
         self._current: list[str] = []  # the stripes on which requests are placed
         self._ranks = frozenset[str]()  # workers that are parts of local memory alone
         self._leaving = set[str]()  # workers
-        self.local = frozenset()
-        places = self._follow(capacities, replicas)
-        super().__init__(places, longest, local=self.local, lends=lends)
+        super().__init__(self._follow(capacities, local_parts(topology, shards)), longest, topology=topology)
 
     def _follow(self, workers: Mapping[str, int], replicas: Sequence[Parts]) -> dict[str, int]:
         """Return the places on ``workers``, with their capacities. Earlier stripes stay while they have tokens."""
@@ -112,7 +106,7 @@ class StripedPlacement(Placement):
         self._ranks = frozenset(worker for parts in replicas for worker, _ in parts)
         memories = [worker for worker in workers if worker not in self._ranks]
         own, found = _named(replicas), _named(stripes(memories, self._shards.count))
-        self._current, self.local = list(found), frozenset(own)
+        self._current = list(found)
         alone = {worker: ((worker, range(self._shards.count)),) for worker in memories}
         before = {
             place: parts
@@ -133,16 +127,15 @@ class StripedPlacement(Placement):
         self._leaving &= topology.names
         places = self._follow(topology.capacities, local_parts(topology, self._shards))
         self._take_over(places)
-        self.others = self.others_of(topology)
-        self.lends, self.in_one_lane = topology.pipeline.lends, bool(topology.local)
+        self._follow_replicas(topology)
         self.closed = self._touching(self._leaving)
         self._note_open()
 
-    def others_of(self, topology: Topology) -> Callable[[int], frozenset[str]]:
-        """Return the ``others`` of a topology, which are places here."""
-        if not self.local:
-            return nowhere
-        return functools.cache(lambda lane: frozenset(self._touching(topology.beyond(lane))))
+    def _follow_replicas(self, topology: Topology) -> None:
+        super()._follow_replicas(topology)
+        self.local = frozenset(_named(local_parts(topology, self._shards)))  # places; a worker of stripes is none
+        touched = functools.cache(lambda lane: frozenset(self._touching(topology.beyond(lane))))
+        self.others = touched if self.local else nowhere
 
     def close(self, worker: str) -> None:
         self._leaving.add(worker)

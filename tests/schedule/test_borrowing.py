@@ -7,7 +7,7 @@ from lamina.core.heads import HeadShards
 from lamina.core.pipeline import Pipeline
 from lamina.core.requests import Group
 from lamina.core.steps import StepPlan
-from lamina.core.topology import Epoch, Member, Topology
+from lamina.core.topology import FIRST, Epoch, Member, Role, Topology
 from lamina.kv.placement import Placement
 from lamina.kv.stripes import placement
 from lamina.schedule.limits import Limits
@@ -18,8 +18,11 @@ ROWS, PROMPT = 16, 100
 PIPELINE = Pipeline(2, 2)
 
 
-def turn(local: tuple[str, ...] = (), pipeline: Pipeline = PIPELINE) -> Turn:
-    placement = Placement({"memory0": 400}, local=local)
+def turn(local: bool = False, pipeline: Pipeline = PIPELINE) -> Turn:
+    roles: tuple[Role, ...] = ("compute", "compute") if local else ("memory",)
+    members = tuple(Member(f"{role}{number}", role, "cpu", "", 400) for number, role in enumerate(roles))
+    topology = Topology(FIRST, members, pipeline)
+    placement = Placement(topology.capacities, topology=topology)
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=ROWS, max_model_len=200)
     return Turn(limits, placement, pipeline, attentions=ATTENTIONS, kv_heads=2)
 
@@ -66,7 +69,7 @@ def test_lanes_with_requests_and_lanes_beside_local_memory_borrow_nothing() -> N
     begin(made)
     made.scheduler.submit(request("1", 4, max_tokens=4))
     assert {(plan.lane, chunk.sequence) for plan in made.plan(0.0) for chunk in plan.chunks} == {(0, 0), (1, 1)}
-    alone = turn(local=("memory0",))
+    alone = turn(local=True)
     begin(alone)
     assert {lane for lane, _, _ in spans(list(alone.plan(0.0)))} == {0}
 

@@ -8,6 +8,7 @@ from lamina.control.messages import StepDone
 from lamina.core.heads import HeadShards
 from lamina.core.pipeline import Arrangement, Pipeline
 from lamina.core.steps import StepPlan
+from lamina.core.topology import FIRST, Member, Role, Topology
 from lamina.kv.placement import Placement
 from lamina.kv.stripes import StripedPlacement
 from lamina.schedule.turn import Turn
@@ -35,15 +36,12 @@ class Driver:
     ) -> None:
         self.depth, self.chance, self.clients = depth, chance, clients
         capacities = dict(zip(memories, (60, 40), strict=True))
-        local = frozenset(name for name in memories if name.startswith("compute"))
-
-        def beyond(lane: int) -> frozenset[str]:
-            return local.difference(f"compute{number}" for number in pipeline.workers_of(lane))
-
+        roles: list[Role] = ["compute" if name.startswith("compute") else "memory" for name in memories]
+        members = (Member(name, role, "cpu", "", capacities[name]) for name, role in zip(memories, roles, strict=True))
         self.placement = (
             StripedPlacement(capacities, shards, longest)
             if shards.count > 1
-            else Placement(capacities, longest, local=local, others=beyond)
+            else Placement(capacities, longest, topology=Topology(FIRST, tuple(members), pipeline))
         )
         self.turn = Turn(
             LIMITS, self.placement, pipeline, attentions=ATTENTIONS, kv_heads=shards.heads, plan_ahead=depth > 1

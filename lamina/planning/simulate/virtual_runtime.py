@@ -30,7 +30,7 @@ from lamina.core.segments import grown, moved
 from lamina.core.steps import StepPlan
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Request, Segment
-from lamina.kv.placement import Placement, others_of
+from lamina.kv.placement import Placement
 from lamina.planning.simulate.result import Decisions, PoolUse, RequestLog, Result, State, Stops
 from lamina.planning.simulate.scenario import Arrivals, Deployment, Fault, Ints, scratch_of
 from lamina.planning.simulate.step_times import Lent, LocalStepModel, SplitSequence, StepModel
@@ -162,13 +162,7 @@ class Simulation:
         topology = self._topology
         return Turn(
             sizing.step_limits(self._config, self._pipeline, self._longest),
-            Placement(
-                topology.capacities,
-                deployment.kv_tokens_per_worker,
-                local=topology.local,
-                others=others_of(topology),
-                lends=deployment.lends,
-            ),
+            Placement(topology.capacities, deployment.kv_tokens_per_worker, topology=topology),
             self._pipeline,
             attentions=shape.layers,
             kv_heads=shape.kv_heads,
