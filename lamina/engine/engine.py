@@ -66,7 +66,6 @@ class Engine:
     Attributes:
         sampling_defaults: Parameters of requests that give none.
         vocab_size: Rows of the embedding. Token ids of prompts must be below it; the tokenizer may have fewer tokens.
-        after_turn: Called in the engine's thread at the end of every turn.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class Engine:
         self._tracked: dict[str, TrackedRequest] = {}  # from submission to the terminal state
         self._places = Places(MAX_WAITING + limits.max_sequences)
         self._dead: str | None = None
-        self.after_turn: Callable[[], None] = lambda: None
+        self._turn_observers: list[Callable[[], None]] = []
         self._thread = thread(self._run)
         self._thread.start()
 
@@ -322,6 +321,14 @@ class Engine:
         """Return what has happened to the newest requests, those that run first."""
         return self._lives.told({name: each.generated for name, each in list(self._tracked.items())})
 
+    def observe_turns(self, observe: Callable[[], None]) -> None:
+        """Call ``observe`` in the engine's thread at the end of every turn, after the observers given before."""
+        self._turn_observers.append(observe)
+
+    def _tell_observers(self) -> None:
+        for observe in self._turn_observers:
+            observe()
+
     def close(self) -> None:
         """End all requests and workers. Idempotent."""
         self._die("the engine was closed")
@@ -389,7 +396,7 @@ class Engine:
         touched, self._touched = self._touched, {}
         for tracked in touched:
             self._publish(tracked)
-        self.after_turn()
+        self._tell_observers()
         self._timeline.record_span("tell callers", -1, begun)
         self._check_workers()
 
@@ -533,7 +540,7 @@ class Engine:
             tracked.end_all(FinishReason.ERROR, reason)
             self._forget(request_id)
             _call_back(tracked)
-        self.after_turn()
+        self._tell_observers()
 
     def _end_workers(self) -> None:
         fabric = self.cluster.fabric

@@ -152,7 +152,7 @@ class Frontends:
         self._told_of_death = False
         self._thread = threading.Thread(target=self._run, name="lamina-frontends", daemon=True)
         self._thread.start()
-        engine.after_turn = self._flush
+        engine.observe_turns(self._flush)
 
     @property
     def bootstrap(self) -> FrontendBootstrap:
@@ -183,7 +183,6 @@ class Frontends:
 
     def close(self) -> None:
         """Close the sockets. The engine must have stopped, or have no requests of frontends."""
-        self._engine.after_turn = lambda: None
         self._closed.set()
         if join_thread(self._thread):
             with self._lock:
@@ -358,6 +357,8 @@ class Frontends:
         return receive, receive_plain
 
     def _flush(self) -> None:
+        if self._closed.is_set():
+            return
         for member in list(self._members.values()):
             if member.news or member.plain:
                 batch, member.news, member.plain = AnswerBatch(member.news, member.plain), [], []

@@ -254,7 +254,7 @@ async def test_a_frontend_that_connects_after_the_engine_has_stopped_is_told(
     engine: RecordingEngine, room: Frontends
 ) -> None:
     engine.dead = "worker memory0 is gone"
-    engine.after_turn()
+    engine.end_turn()
     late = await RemoteEngine.connect(named(room, "frontend9"), TOKENIZER)
     await until(lambda: late.dead == "worker memory0 is gone")
     late.disconnect()
@@ -301,7 +301,7 @@ def test_what_a_frontend_does_not_take_is_bounded(
     while member.lost is None or "cannot be reached" in member.lost:
         member.lost = None  # not connected yet
         receive(TokenUpdate([CompletionTokens(0, [7] * 10_000)], False))
-        engine.after_turn()
+        engine.end_turn()
         assert time.monotonic() < deadline
     assert lost["frontend0"] == "it has not taken 10 messages"
     room.close()

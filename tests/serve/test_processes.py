@@ -41,7 +41,7 @@ class LateOwner:
 
     def end(self) -> None:
         self._engine.dead = "a worker hangs"
-        self._engine.after_turn()
+        self._engine.end_turn()
         time.sleep(LATE_S)
         self.dead = self._engine.dead
 

@@ -257,13 +257,7 @@ class Simulation:
             thread=self._thread,  # type: ignore[arg-type]
         )
         self.frontends.serve(engine)
-        flush = engine.after_turn
-
-        def after_turn() -> None:
-            flush()
-            self._after_turn()
-
-        engine.after_turn = after_turn
+        engine.observe_turns(self._after_turn)
         self.engine, self.is_down, self.disturbed_at = engine, False, self.world.now
 
     def kill_engine(self) -> None:

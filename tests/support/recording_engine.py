@@ -35,7 +35,7 @@ class RecordingEngine:
     def __init__(self) -> None:
         self.longest = 98
         self.scaling = 0
-        self.after_turn: Callable[[], None] = lambda: None
+        self.observers: list[Callable[[], None]] = []
         self.places = 3
         self.accepts = threading.Event()
         self.accepts.set()
@@ -45,6 +45,13 @@ class RecordingEngine:
         self.aborted: list[str] = []
         self.finished: list[tuple[str, int]] = []
         self.begun: dict[str, tuple[int, Drawn | None]] = {}  # seeds, and what was drawn before
+
+    def observe_turns(self, observe: Callable[[], None]) -> None:
+        self.observers.append(observe)
+
+    def end_turn(self) -> None:
+        for observe in self.observers:
+            observe()
 
     def new_seed(self) -> int:
         return 11
@@ -96,10 +103,10 @@ class RecordingEngine:
             on_token = self.on_token[request_id]
             assert on_token is not None
             on_token(index, token)
-        self.after_turn()
+        self.end_turn()
 
     def tell(
         self, request_id: str, *completions: CompletionTokens, finished: bool = False, cached_tokens: int = 0
     ) -> None:
         self.queued[request_id][2](TokenUpdate(list(completions), finished, None, cached_tokens))
-        self.after_turn()
+        self.end_turn()
