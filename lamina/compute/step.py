@@ -115,7 +115,7 @@ class StepRun:
     @property
     def tick(self) -> int:
         """Tick at which the next slice is due, see ``Pipeline.tick``."""
-        return self._replica.pipeline.tick(self.plan.lane, self.plan.turn + self.index)
+        return self._replica.pipeline.tick(self.plan.lane, self.plan.turn, self.index)
 
     @property
     def ends_here(self) -> bool:

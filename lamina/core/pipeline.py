@@ -185,6 +185,12 @@ class Pipeline:
         replicas, count = self.replicas_of(lane, rotates), self.workers
         return tuple(range(replicas[0] * count, (replicas[-1] + 1) * count))
 
-    def tick(self, lane: int, turn: int) -> int:
-        """Return the place in time of slice ``turn`` of ``lane``: a replica runs the ready slice of the lowest tick."""
-        return turn * self.lanes + lane
+    def tick(self, lane: int, turn: int, index: int = 0) -> int:
+        """Return the place in time of slice ``index`` of a step of ``lane`` that begins at ``turn``: a replica runs the
+        ready slice of the lowest tick.
+
+        With stages, all slices of a step have the same tick: a stage finishes the oldest step first, and runs slices of
+        others while that one waits. By slices, all steps that begin together would leave each stage together, and only
+        one stage at a time would have work.
+        """
+        return (turn if self.stages > 1 else turn + index) * self.lanes + lane
