@@ -457,13 +457,21 @@ class VirtualCluster:
         """
 
     def submit(
-        self, lane: int, now_s: float, number: int, replicas: Sequence[int], tick: int, ticks: int, times: StepTimes
+        self,
+        lane: int,
+        now_s: float,
+        number: int,
+        replicas: Sequence[int],
+        tick: int,
+        ticks: int,
+        times: StepTimes,
+        behind: Sequence[int] = [],
     ) -> None:
         """
         Append the lane's next step: slices 0 .. n with an attention after each but the last.
 
         ``replicas`` [n + 1]: the replica of each slice. Slice 0 is due at ``tick``, each later one ``ticks`` after the
-        one before.
+        one before. ``behind``: steps of other lanes; each attention waits until their K and V of its layer are stored.
 
         Raises ValueError.
         """

@@ -52,7 +52,10 @@ def simulate(
         ),
     ] = None,
     system: Annotated[SystemName, typer.Option(help="The serving system to simulate.")] = "lamina",
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices that hold one copy of the weights.")] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Devices that hold one copy of the weights, or one stage of it.")
+    ] = 1,
+    pipeline_parallel: Annotated[int, typer.Option(min=1, help="Stages of each copy of the weights.")] = 1,
     lanes: options.Lanes = "auto",
     pipelining: options.PipeliningName = "auto",
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that each copy of the weights decodes at once.")] = 256,
@@ -144,6 +147,7 @@ def simulate(
         prefill_bounds=_prefill_bounds(autoscale),
         local=local,
         tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
         lanes=options.as_lanes(lanes),
         pipelining=pipelining,
         max_num_seqs=max_num_seqs,

@@ -55,8 +55,8 @@ std::vector<ShareTuple> tuples_of(const Shares &own) {
 
 void submit(VirtualCluster &cluster, std::size_t lane, double now_s, std::int64_t number,
             const std::vector<std::size_t> &replicas, std::int64_t tick, std::int64_t ticks,
-            const StepTimes &times) {
-    cluster.submit(lane, now_s, {number, replicas, tick, ticks, times});
+            const StepTimes &times, const std::vector<std::int64_t> &behind) {
+    cluster.submit(lane, now_s, {number, replicas, tick, ticks, times, behind});
 }
 
 using FinishedTuple = std::tuple<double, std::size_t, std::int64_t, double, double>;
@@ -175,11 +175,11 @@ Raises ValueError or IndexError.)");
              "``latency_s``: of every message, besides its time on network cards; ``recorded``: spans to "
              "keep at most.")
         .def("submit", &submit, "lane"_a, "now_s"_a, "number"_a, "replicas"_a, "tick"_a, "ticks"_a, "times"_a,
-             R"(
+             "behind"_a = std::vector<std::int64_t>(), R"(
 Append the lane's next step: slices 0 .. n with an attention after each but the last.
 
 ``replicas`` [n + 1]: the replica of each slice. Slice 0 is due at ``tick``, each later one ``ticks`` after the
-one before.
+one before. ``behind``: steps of other lanes; each attention waits until their K and V of its layer are stored.
 
 Raises ValueError.)")
         .def("advance", &advance, "until_s"_a,

@@ -20,6 +20,7 @@ void VirtualCluster::submit(std::size_t lane, double now_s, VirtualStep step) {
         if (share.worker >= memories_.size())
             throw std::invalid_argument("a step names a memory worker that does not exist");
     Lane &own = lanes_.at(lane);
+    stored_[step.number] = 0;
     own.steps.push_back(std::move(step));
     if (own.steps.size() == 1)
         push(now_s, Kind::Ready, lane);
@@ -51,7 +52,10 @@ std::optional<Finished> VirtualCluster::advance(double until_s) {
             begin_slice(event.index, event.time_s);
             break;
         case Kind::Arrived:
-            attend(event.index, event.time_s);
+            if (parked(lanes_[event.index]))
+                parked_.push_back(event.index);
+            else
+                attend(event.index, event.time_s);
             break;
         }
     }
@@ -99,12 +103,17 @@ std::optional<Finished> VirtualCluster::end_slice(std::size_t index, double now_
     const double attentions = static_cast<double>(step.replicas.size() - 1);
     const double waited_s = lane.waits ? attentions * lane.waited_s / static_cast<double>(lane.waits) : 0.0;
     const Finished finished{now_s, index, step.number, lane.busy_s, waited_s};
+    stored_.erase(step.number);
     lane.steps.pop_front();
     lane.slice = 0;
     lane.busy_s = lane.waited_s = 0;
     lane.waits = 0;
-    if (!lane.steps.empty()) // the same slice, as the pipeline counts them: no attention lies between
-        ready(index);
+    if (!lane.steps.empty()) {
+        if (lane.steps.front().replicas.front() == replica) // the same slice: no attention lies between
+            ready(index);
+        else // the tokens drawn go to the first stage
+            push(now_s + latency_s_, Kind::Ready, index);
+    }
     push(now_s, Kind::Free, replica);
     return finished;
 }
@@ -140,11 +149,30 @@ void VirtualCluster::send(Lane &lane, std::size_t index, double now_s) {
     }
 }
 
+bool VirtualCluster::parked(const Lane &lane) const {
+    const VirtualStep &step = lane.steps.front();
+    return std::any_of(step.behind.begin(), step.behind.end(), [&](std::int64_t earlier) {
+        const auto found = stored_.find(earlier);
+        return found != stored_.end() && found->second <= lane.slice;
+    });
+}
+
+// K and V of the lane's slice are stored: lanes whose attention waited for them go on.
+void VirtualCluster::store(const Lane &lane, double now_s) {
+    stored_[lane.steps.front().number] = lane.slice + 1;
+    const auto waits = std::stable_partition(parked_.begin(), parked_.end(),
+                                             [&](std::size_t index) { return parked(lanes_[index]); });
+    for (auto index = waits; index != parked_.end(); ++index)
+        push(now_s, Kind::Arrived, *index);
+    parked_.erase(waits, parked_.end());
+}
+
 // Every memory worker serves lanes in the order in which their messages come; its network card works both
 // ways.
 void VirtualCluster::attend(std::size_t index, double now_s) {
     Lane &lane = lanes_[index];
     const VirtualStep &step = lane.steps.front();
+    store(lane, now_s);
     double first_s = std::numeric_limits<double>::infinity(), last_s = now_s;
     for (const Share &share : step.times.shares) {
         Memory &memory = memories_[share.worker];

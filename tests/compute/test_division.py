@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.compute.loading import divide
 from lamina.core.errors import ConfigError
+from lamina.core.stages import divide
 
 slices = st.lists(
     st.dictionaries(st.sampled_from("abcdefgh"), st.just(0), min_size=1, max_size=3), min_size=1, max_size=8

@@ -49,6 +49,8 @@ class BaselineSimulation:
         for option, given in (("--prefill", deployment.prefill), ("--autoscale", deployment.prefill_bounds)):
             if given is not None:
                 raise ConfigError(f"{option} is for pools of Lamina; leave it out with --system {system.value}")
+        if deployment.pipeline_parallel > 1:
+            raise ConfigError(f"--pipeline-parallel divides Lamina's copies; leave it out with --system {system.value}")
         self._system = system
         self._deployment = deployment
         self._arrivals = arrivals

@@ -15,6 +15,7 @@ from lamina.cluster.sizing import uses_scratch
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
 from lamina.core.pipeline import Pipeline
+from lamina.core.stages import divide
 from lamina.core.types import Balance, Pipelining, PromptAttention
 from lamina.planning.plan.closed_form import scratch_tokens
 from lamina.planning.plan.cost import CostModel, Fits
@@ -122,7 +123,7 @@ class Deployment:
         prefill_bounds: The least and the most workers that only run prompts, if replicas change their role by
             ``slo_ttft_ms`` and ``slo_tbt_ms``, as with ``--autoscale prefill=LEAST:MOST``.
         local: KV is beside the weights, as with ``--memory local``, without memory workers.
-        tensor_parallel: Devices that hold one copy of the weights.
+        tensor_parallel: Devices that hold one copy of the weights, or one stage of it.
         profile: Measured fits, which replace the package's.
         prices: The market; None: no costs.
         engine: The engine that serves, with its overheads unless ``profile`` includes them.
@@ -138,6 +139,7 @@ class Deployment:
     prefill_bounds: tuple[int, int] | None = None
     local: bool = False
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     lanes: int | None = None
     pipelining: Pipelining = "auto"
     max_num_seqs: int = 256
@@ -154,7 +156,13 @@ class Deployment:
     engine: Engine = NO_OVERHEAD
 
     def __post_init__(self) -> None:
-        for name in ("compute_workers", "tensor_parallel", "max_num_seqs", "max_num_batched_tokens"):
+        for name in (
+            "compute_workers",
+            "tensor_parallel",
+            "pipeline_parallel",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1")
         if self.kv_tokens_per_worker is not None and self.kv_tokens_per_worker < 1:
@@ -174,11 +182,16 @@ class Deployment:
                 "with local memory, a lane stays on the copy of the weights that has the KV of its requests; leave "
                 "out rotational pipelining"
             )
+        if self.pipeline_parallel > 1 and self.local:
+            raise ConfigError(
+                f"local memory and {self.pipeline_parallel} stages: each stage would hold only the KV of its own "
+                "layers, and a KV segment has all layers; give --memory KIND:COUNT"
+            )
         for workers in (self.compute_workers, self.prefill_workers):
-            if workers % self.tensor_parallel:
+            if workers % self.group:
                 raise ConfigError(
-                    f"{workers} compute workers do not divide into groups of {self.tensor_parallel}; give a "
-                    "multiple or another degree of tensor parallelism"
+                    f"{workers} compute workers do not divide into groups of {self.group}; give a "
+                    "multiple or another degree of parallelism"
                 )
         if self.model.kv_heads % self.tensor_parallel:
             raise ConfigError(
@@ -198,20 +211,30 @@ class Deployment:
             )
         if self.prefill not in (None, self.compute):
             raise ConfigError(f"{given} changes the roles of workers; give --prefill and --compute the same kind")
-        if least % self.tensor_parallel or most % self.tensor_parallel:
-            raise ConfigError(f"{given}: a copy of the weights has {self.tensor_parallel} workers; give multiples")
+        if least % self.group or most % self.group:
+            raise ConfigError(f"{given}: a copy of the weights has {self.group} workers; give multiples")
         if not 1 <= least <= most or least >= workers:
             raise ConfigError(f"{given} with {workers} workers; give 1 at least, and leave some to decode")
 
     @property
+    def group(self) -> int:
+        """Devices of one copy of the weights."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
     def replicas(self) -> int:
         """Copies of the weights in the compute pool."""
-        return self.compute_workers // self.tensor_parallel
+        return self.compute_workers // self.group
+
+    @property
+    def prefill_replicas(self) -> int:
+        """Copies of the weights in the prefill pool."""
+        return self.prefill_workers // self.group
 
     @property
     def lends(self) -> bool:
         """Whether replicas attend for each other to KV in their local memory."""
-        several = self.replicas + self.prefill_workers // self.tensor_parallel > 1
+        several = self.replicas + self.prefill_replicas > 1
         kinds = {kind.kind for kind in (self.compute, self.prefill) if kind is not None}
         return self.local and several and (self.tensor_parallel == 1 or kinds == {CPU})
 
@@ -274,7 +297,7 @@ class Deployment:
 
     def require_weights(self, cost: CostModel) -> None:
         """Raise ConfigError if a copy of the weights does not fit its tensor-parallel group."""
-        tp = self.tensor_parallel
+        tp = self.group
         if not cost.weights_fit(tp):
             degrees = (2**power for power in range(1, self.model.kv_heads.bit_length()))
             fits = next((n for n in degrees if self.model.kv_heads % n == 0 and cost.weights_fit(n)), None)
@@ -310,9 +333,19 @@ def scratch_of(
     if not uses_scratch(config, pipeline, {"compute": computes, "memory": named}):
         return [0] * len(holders)
     return [
-        scratch_tokens(one.compute_cost, one.tensor_parallel, longest, local, one.reserved_bytes if local else 0.0)
+        scratch_tokens(one.compute_cost, one.group, longest, local, one.reserved_bytes if local else 0.0)
         for one in holders
     ]
+
+
+def stage_starts(shape: ModelShape, stages: int) -> tuple[int, ...]:
+    """Return the first slice of each stage, as compute workers divide the model. Raises ConfigError."""
+    ends = shape.vocabulary * shape.hidden * shape.dtype.itemsize
+    layer = (shape.weight_bytes - ends * (1 if shape.tied_embeddings else 2)) // shape.layers
+    before = round(shape.hidden * shape.head_size * (shape.query_heads + 2 * shape.kv_heads) * shape.dense_itemsize)
+    slices = [{f"{k} after": layer - before, f"{k + 1} before": before} for k in range(shape.layers - 1)]
+    first, last = {"embedding": ends, "0 before": before}, {f"{shape.layers - 1} after": layer - before}
+    return divide([first, *slices, last | {"embedding" if shape.tied_embeddings else "head": ends}], stages)
 
 
 @lru_cache(maxsize=32)

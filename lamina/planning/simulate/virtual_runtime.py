@@ -32,7 +32,7 @@ from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Request, Segment
 from lamina.kv.placement import Placement
 from lamina.planning.simulate.result import Decisions, PoolUse, RequestLog, Result, State, Stops
-from lamina.planning.simulate.scenario import Arrivals, Deployment, Fault, Ints, scratch_of
+from lamina.planning.simulate.scenario import Arrivals, Deployment, Fault, Ints, scratch_of, stage_starts
 from lamina.planning.simulate.step_times import Lent, LocalStepModel, SplitSequence, StepModel
 from lamina.schedule.limits import MAX_WAITING
 from lamina.schedule.policy import find_policy
@@ -95,7 +95,7 @@ class Simulation:
         self._arrival_s: list[float] = arrivals.arrival_s.tolist()
         self._faults = sorted(faults, key=lambda fault: fault.at_s)
         deployment.require_weights(deployment.compute_cost)
-        prefill = deployment.prefill_workers // deployment.tensor_parallel
+        prefill, stages = deployment.prefill_replicas, deployment.pipeline_parallel
         self._holders = [deployment] * deployment.replicas  # of each replica's weights, and of local KV
         if prefill:
             alone = deployment.prompts_alone
@@ -104,7 +104,8 @@ class Simulation:
         self._lent = Lent()
         self._model, self._prompts_model = (self._model_of(each) for each in (deployment, self._holders[0]))
         self._config = EngineConfig(
-            prefill=f"{CPU}:{prefill}" if prefill else None,
+            prefill=f"{CPU}:{prefill * stages}" if prefill else None,
+            pipeline_parallel=stages,
             lanes=deployment.lanes,
             pipelining=deployment.pipelining,
             max_num_seqs=deployment.max_num_seqs,
@@ -117,9 +118,7 @@ class Simulation:
         self._scratch = scratch_of(self._config, self._pipeline, deployment, self._holders, self._longest)
         self._places = [*self._topology.capacities]
         bounds = deployment.prefill_bounds
-        self._roles = (
-            None if bounds is None else RoleBalance(*(workers // deployment.tensor_parallel for workers in bounds))
-        )
+        self._roles = None if bounds is None else RoleBalance(*(workers // deployment.group for workers in bounds))
         self._look_at = math.inf if bounds is None else 0.0
         self._turned: Pipeline | None = None  # replaces the pipeline once no step is in flight
         self._role_changes = 0
@@ -127,7 +126,7 @@ class Simulation:
         self._turn = self._make_turn()
         self._scheduler = self._turn.scheduler
         self._cluster = _native.VirtualCluster(
-            self._pipeline.replicas, len(self._places), self._pipeline.lanes, self._model.latency_s, recorded
+            self._stages, len(self._places), self._pipeline.lanes, self._model.latency_s, recorded
         )
         self._replicas = {rotates: self._orders(rotates) for rotates in (False, True)}
         self._log = RequestLog(arrivals)
@@ -139,23 +138,29 @@ class Simulation:
         self._requests = [_Numbers(_requests) for _ in lanes]
         self._decoding = [_Numbers(self._homes_of) for _ in lanes]
         self._rows: dict[int, int] = {}  # by step in flight
+        self._latest_chunks: dict[int, int] = {}  # by sequence: the step of its latest chunk
         self._moves: list[tuple[float, int]] = []  # a heap: when they end, and their numbers
         self._sources: dict[str, float] = {}  # when each worker has sent all that leaves it
         self._steps = 0
         self._queued_s = self._refused_s = 0.0
-        self._next = 0  # of the arrivals
-        self._next_fault = 0
+        self._next = self._next_fault = 0  # of the arrivals, and of the faults
         self._dead = False
         self._clock: Callable[[], float] = _stopped
         self._decisions = Decisions(seconds={"add": 0.0, "plan": 0.0, "complete": 0.0})
 
     def _make_pipeline(self, replicas: int) -> Pipeline:
-        local = self._deployment.local
+        local, stages = self._deployment.local, self._deployment.pipeline_parallel
         try:
-            pipeline = sizing.pipeline(self._config, replicas, shared=local, local=local)
+            pipeline = sizing.pipeline(self._config, replicas * stages, shared=local, local=local)
         except ValueError as error:  # too few lanes for the replicas
             raise ConfigError(str(error)) from error
-        return replace(pipeline, lends=self._deployment.lends)
+        starts = stage_starts(self._deployment.model, stages) if stages > 1 else ()
+        return replace(pipeline, lends=self._deployment.lends, starts=starts)
+
+    @property
+    def _stages(self) -> int:
+        """Stages of all replicas, which the virtual cluster calls replicas."""
+        return self._pipeline.replicas * self._pipeline.stages
 
     def _make_turn(self) -> Turn:
         deployment, shape = self._deployment, self._deployment.model
@@ -180,11 +185,11 @@ class Simulation:
         return LocalStepModel(deployment, [holder.compute_cost for holder in self._holders], self._lent)
 
     def _orders(self, rotates: bool) -> list[list[list[int]]]:
-        """Return the replicas of a step's slices, in order, by lane and by the first turn of the step."""
+        """Return the stages of a step's slices, in order, by lane and by the first turn of the step."""
         pipeline, slices = self._pipeline, self._deployment.model.layers + 1
         period = pipeline.replicas if rotates else 1
         return [
-            [[pipeline.replica(lane, turn + k, rotates) for k in range(slices)] for turn in range(period)]
+            [pipeline.stages_of(lane, turn, slices, rotates) for turn in range(period)]
             for lane in range(pipeline.lanes)
         ]
 
@@ -280,8 +285,8 @@ class Simulation:
         if fault.factor is None:
             self._die(now)
         elif fault.role == "compute":
-            replica = self._pipeline.prefill + fault.worker // self._deployment.tensor_parallel
-            self._cluster.slow_replica(replica, fault.factor)
+            before = self._pipeline.prefill * self._pipeline.stages
+            self._cluster.slow_replica(before + fault.worker // self._deployment.tensor_parallel, fault.factor)
         else:
             self._cluster.slow_memory(fault.worker, fault.factor)
 
@@ -330,10 +335,12 @@ class Simulation:
 
     @property
     def _topology(self) -> Topology:
-        """The replicas, each as one worker, and the memory workers."""
+        """The stages of the replicas, each as one worker, and the memory workers."""
         members = [
             Member(f"compute{index}", "compute", CPU, "", holder.kv_tokens - scratch if holder.local else 0, scratch)
-            for index, (holder, scratch) in enumerate(zip(self._holders, self._scratch, strict=True))
+            for index, (holder, scratch) in enumerate(
+                each for each in zip(self._holders, self._scratch, strict=True) for _ in range(self._pipeline.stages)
+            )
         ]
         capacity = self._deployment.kv_tokens if self._memories else 0
         members += [Member(name, "memory", CPU, "", capacity) for name in self._memories]
@@ -365,6 +372,7 @@ class Simulation:
             for numbers in self._decoding:
                 numbers.forget_numbers()
         for sequence in plan.released:
+            self._latest_chunks.pop(sequence, None)
             if self._homes.pop(sequence, None) is not None:  # otherwise it was only a cached prefix, or a carrier
                 del self._segments[sequence]
                 self._split.pop(sequence, None)
@@ -391,8 +399,15 @@ class Simulation:
             rows, times = model.times(plan, decoding, chunk_homes, self._split)
         self._rows[plan.step] = rows
         tick = self._pipeline.tick(plan.lane, plan.turn)
-        ticks = self._pipeline.tick(plan.lane, plan.turn + 1) - tick
-        self._cluster.submit(plan.lane, now, plan.step, orders[plan.turn % len(orders)], tick, ticks, times)
+        ticks = self._pipeline.tick(plan.lane, plan.turn, 1) - tick
+        order, behind = orders[plan.turn % len(orders)], self._chunks_before(plan)
+        self._cluster.submit(plan.lane, now, plan.step, order, tick, ticks, times, behind)
+
+    def _chunks_before(self, plan: StepPlan) -> list[int]:
+        """Return the steps in flight that run the chunks before those of ``plan``."""
+        before = [self._latest_chunks.get(chunk.sequence) for chunk in plan.chunks if chunk.start]
+        self._latest_chunks |= {chunk.sequence: plan.step for chunk in plan.chunks}
+        return [step for step in before if step is not None and step in self._rows]
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -400,8 +415,8 @@ class Simulation:
         deployment = self._deployment
         self._decisions.steps = self._steps
         self._decisions.seconds = {what: TIMED * spent for what, spent in self._decisions.seconds.items()}
-        replicas = [self._cluster.replica_work(index) for index in range(self._pipeline.replicas)]
-        prefill = self._pipeline.prefill
+        replicas = [self._cluster.replica_work(index) for index in range(self._stages)]
+        prefill = self._pipeline.prefill * self._pipeline.stages
         memories = [self._cluster.memory_work(index) for index in range(deployment.memory_workers)]
         if self._roles is not None:  # every replica may have had both roles
             workers = deployment.compute_workers + deployment.prefill_workers
@@ -432,7 +447,7 @@ class Simulation:
         )
 
     def _spans(self) -> dict[str, list[Span]]:
-        spans: dict[str, list[Span]] = {f"compute{index}": [] for index in range(self._pipeline.replicas)}
+        spans: dict[str, list[Span]] = {f"compute{index}": [] for index in range(self._stages)}
         spans |= {name: [] for name in self._memories}
         for stage, worker, lane, begin, end in self._cluster.spans():
             name = self._places[worker] if stage == "attention" else f"compute{worker}"

@@ -7,6 +7,7 @@
 #include <deque>
 #include <optional>
 #include <queue>
+#include <unordered_map>
 #include <vector>
 
 namespace lamina {
@@ -33,6 +34,7 @@ struct VirtualStep {
     std::vector<std::size_t> replicas; // [n + 1]: the replica of slice k
     std::int64_t tick, ticks;          // when slice 0 is due, and how much later each slice is
     StepTimes times;
+    std::vector<std::int64_t> behind; // steps of other lanes that store K and V which its attentions see
 };
 
 struct Finished {
@@ -130,6 +132,8 @@ private:
     std::optional<Finished> end_slice(std::size_t lane, double now_s);
     void send(Lane &lane, std::size_t index, double now_s);
     void attend(std::size_t lane, double now_s);
+    bool parked(const Lane &lane) const;
+    void store(const Lane &lane, double now_s);
     void record(Stage stage, std::size_t worker, std::size_t lane, double begin_s, double end_s);
 
     std::vector<Replica> replicas_;
@@ -139,6 +143,9 @@ private:
     std::size_t recorded_;
     Earliest<Event> events_;
     std::uint64_t order_ = 0;
+    // By step in flight: its attentions whose K and V are stored.
+    std::unordered_map<std::int64_t, std::size_t> stored_;
+    std::vector<std::size_t> parked_; // lanes whose attention waits for K and V of another lane
     std::deque<VirtualSpan> spans_;
 };
 

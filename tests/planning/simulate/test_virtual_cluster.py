@@ -158,6 +158,38 @@ def test_a_chunk_keeps_the_replica_busy_while_its_keys_travel() -> None:
     assert begun == [(0, 0.0), (1, 4.0), (0, 5.0), (1, 6.0)]
 
 
+def submit_plain(
+    cluster: VirtualCluster, lane: int, number: int, stages: list[int], slice_s: float, behind: tuple[int, ...] = ()
+) -> None:
+    """A step whose attentions take a second."""
+    times = StepTimes(first_s=slice_s, inner_s=slice_s, last_s=slice_s, shares=Shares([(0, 0.0, 1.0, 0.0)]))
+    cluster.submit(lane, 0.0, number, stages, 0, 1, times, behind)
+
+
+@pytest.mark.parametrize(
+    ("behind", "begun"),
+    [((), [1, 3, 4, 9]), ((7,), [4, 5, 9, 10]), ((6,), [1, 3, 4, 9])],
+    ids=["alone", "behind a slower chunk", "behind a step that has ended"],
+)
+def test_an_attention_waits_for_the_keys_of_an_earlier_chunk(behind: tuple[int, ...], begun: list[float]) -> None:
+    """Lane 0's slices take 4 s and lane 1's 1 s, on replicas of their own: lane 0 stores K and V at 4 and 9 s."""
+    cluster = VirtualCluster(2, 1, 2, 0.0, 100)
+    submit_plain(cluster, 0, 7, [0, 0, 0], 4.0)
+    submit_plain(cluster, 1, 8, [1, 1, 1], 1.0, behind)
+    play(cluster)
+    assert sorted(begin for stage, _, _, begin, _ in cluster.spans() if stage == "attention") == begun
+
+
+def test_the_next_step_of_a_lane_begins_on_the_first_stage() -> None:
+    """Two stages with a slice each: messages take 5 s, and so do the tokens drawn on their way back."""
+    cluster = VirtualCluster(2, 1, 1, 5.0, 100)
+    for number in (0, 1):
+        submit_plain(cluster, 0, number, [0, 1], 2.0)
+    assert [(end, number) for end, _, number, *_ in play(cluster)] == [(15.0, 0), (35.0, 1)]
+    slices = [(worker, begin) for stage, worker, _, begin, _ in cluster.spans() if stage == "slice"]
+    assert slices == [(0, 0.0), (1, 13.0), (0, 20.0), (1, 33.0)]
+
+
 def test_what_cannot_be_run_is_refused() -> None:
     cluster = VirtualCluster(1, 1, 1, 0.0)
     for replicas, memories in (([0], 1), ([0, 1], 1), ([0, 0], 2)):

@@ -1,0 +1,71 @@
+"""Pipeline stages in the simulator: what they compute, how prompts use them, and what is refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lamina.core.errors import ConfigError
+from lamina.planning.plan import hardware, model_shapes
+from lamina.planning.simulate import Arrivals, Deployment, System, simulate
+from lamina.planning.simulate.scenario import stage_starts
+
+A100 = hardware.load()["a100"]
+LLAMA = model_shapes.find("Llama-2-7B")
+
+
+def seconds(stages: int, prompt: int, output: int = 1, **settings: Any) -> float:
+    """One request on one copy of the weights in ``stages`` stages, beside memory that is hardly ever busy."""
+    times = 32
+    memory = replace(
+        A100,
+        kind="fast",
+        like=A100.kind,
+        processors=times * A100.processors,
+        flops={dtype: times * flops for dtype, flops in A100.flops.items()},
+        memory_bytes_s=times * A100.memory_bytes_s,
+        nic_bytes_s=times * A100.nic_bytes_s,
+    )
+    deployment = Deployment(
+        model=LLAMA,
+        compute=A100,
+        compute_workers=stages,
+        pipeline_parallel=stages,
+        memory=memory,
+        memory_workers=1,
+        max_num_batched_tokens=512,
+        **settings,
+    )
+    return simulate(deployment, Arrivals(np.zeros(1), np.array([prompt]), np.array([output]))).seconds
+
+
+def test_stages_run_chunks_of_one_prompt_at_the_same_time() -> None:
+    """Four stages are nearly four times as fast, as the oldest chunk goes first. A single chunk gains nothing."""
+    one, four = (seconds(stages, 32_768, lanes=2 * stages, pipelining="fixed") for stages in (1, 4))
+    assert 0.8 < one / four / 4 < 1
+    for prompt, output in ((500, 1), (500, 20)):
+        assert 1 <= seconds(4, prompt, output) / seconds(1, prompt, output) < 1.05  # the context travels
+
+
+def test_stages_are_those_that_workers_load() -> None:
+    """Of equal bytes: the first has the embedding, which weighs less than a layer here, the last the head."""
+    assert stage_starts(LLAMA, 1) == (0,)
+    assert stage_starts(LLAMA, 2) in {(0, 16), (0, 17)}
+    starts = stage_starts(LLAMA, 8)
+    sizes = np.diff((*starts, LLAMA.layers + 1))
+    assert sizes.sum() == LLAMA.layers + 1 and sizes.max() - sizes.min() <= 2
+
+
+def test_stages_that_the_runtime_refuses_are_refused() -> None:
+    pools: dict[str, Any] = {"model": LLAMA, "compute": A100, "pipeline_parallel": 2}
+    with pytest.raises(ConfigError, match="3 compute workers do not divide into groups of 2"):
+        Deployment(**pools, compute_workers=3)
+    with pytest.raises(ConfigError, match="local memory and 2 stages"):
+        Deployment(**pools, compute_workers=2, local=True)
+    with pytest.raises(ConfigError, match="leave it out with --system chunked-prefill"):
+        simulate(
+            Deployment(**pools, compute_workers=2),
+            Arrivals(np.zeros(1), np.ones(1, np.int64), np.ones(1, np.int64)),
+            System.CHUNKED_PREFILL,
+        )
