@@ -33,7 +33,6 @@ from lamina.cluster.conversations import Wish
 from lamina.config.engine_config import EngineConfig
 from lamina.control.messages import (
     USAGE_S,
-    Draw,
     Hello,
     MemorySetup,
     ModelLoaded,
@@ -171,9 +170,8 @@ def play(bootstraps: Sequence[Bootstrap], step_s: float) -> None:
 
 
 def _done(plan: StepPlan) -> StepDone:
-    draws = [Draw(sequence, 100 + sequence % 100) for sequence in plan.decoding.sequences]
-    draws += [Draw(sequence, 100) for chunk in plan.chunks for sequence in chunk.draws]
-    return StepDone(plan.step, draws, rows=len(draws), busy_s=1e-3, waited_s=1e-3)
+    tokens = [100 + sequence % 100 for sequence in plan.drawing]
+    return StepDone(plan.step, tokens, rows=len(tokens), busy_s=1e-3, waited_s=1e-3)
 
 
 class Load:

@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from lamina import _native
 from lamina.compute.constraints import Constraint, forbid, in_parts
-from lamina.control.messages import Draw
 from lamina.control.packed_logprobs import pack, pack_rows
 from lamina.core.errors import LogitsError
 from lamina.core.outputs import Logprob
@@ -29,6 +29,14 @@ from lamina.lowering.native_operators import ELEMENT_TYPES, PATH, largest
 
 _CANDIDATES = 1024  # most likely tokens tried for top-p before a whole row is sorted
 _MIN_TEMPERATURE = 1e-6  # below it float32 cannot tell the distribution from its mode
+
+
+class Draw(NamedTuple):
+    """The token drawn for one sequence. ``logprobs``: packed by ``packed_logprobs``; empty if none are wanted."""
+
+    sequence: int
+    token: int
+    logprobs: bytes = b""
 
 
 @dataclass(slots=True)

@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import torch
 
 from lamina.compute.constraints import Grammars
@@ -143,11 +142,11 @@ class Sequences:
             undrawable, error = set(failed.rows), str(failed)
             good = [place for place in range(len(rows)) if place not in undrawable]
             draws = sample(logits[good], [rows[place] for place in good]) if good else []
-        drawn = [draw.token for draw in draws]
-        if (tokens := self._agree(drawn)) != drawn:
-            draws = [msgspec.structs.replace(draw, token=token) for draw, token in zip(draws, tokens, strict=True)]
-        self.drawn.update((draw.sequence, draw.token) for draw in draws)
-        return StepDone(plan.step, draws, [rows[place].sequence for place in sorted(undrawable)], error)
+        logprobs = {draw.sequence: draw.logprobs for draw in draws if draw.logprobs}
+        without = [rows[place].sequence for place in sorted(undrawable)]
+        done = StepDone(plan.step, self._agree([draw.token for draw in draws]), logprobs, without, error)
+        self.drawn.update(done.drawn(plan))
+        return done
 
     def on_step_done(self, plan: StepPlan) -> None:
         """Note what a step has computed whose last slice has run on this worker."""

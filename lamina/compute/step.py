@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from lamina.compute.device.base import Partial, Rows, Runner, Sums, WholeSteps, pad
 from lamina.compute.exchange import StepExchange
 from lamina.compute.mail import Mail
-from lamina.control.messages import Draw
+from lamina.control.messages import StepDone
 from lamina.control.timeline import Timeline
 from lamina.core.pipeline import Pipeline
 from lamina.core.steps import LAST_DRAWN, StepPlan
@@ -260,14 +260,14 @@ class StepRun:
         nbytes = sum(part.nbytes for part in parts)
         self._mail.channels[peer].begin(self.plan.lane, turn, nbytes).send_piece(parts)
 
-    def finish_last_slice(self, draws: Sequence[Draw]) -> None:
+    def finish_last_slice(self, done: StepDone) -> None:
         """Send the tokens drawn after the last slice to the first stage, if there are several stages.
 
         The first stage waits for them before the lane's next step, whose plan may have ``LAST_DRAWN`` in their place.
         """
         if self._replica.pipeline.stages == 1:
             return
-        parts = [np.array([(draw.sequence, draw.token) for draw in draws], np.int64)] if draws else []
+        parts = [np.array([*done.drawn(self.plan)], np.int64)] if done.tokens else []
         channel = self._mail.channels[self._replica.names[self._stages[0]]]
         turn = self.plan.turn + len(self._runner.attentions)
         channel.send_message(self.plan.lane, turn, sum(part.nbytes for part in parts), parts)

@@ -245,7 +245,7 @@ class ComputeWorker(WorkerLoop):
         drawing = self._timeline.now()
         done = self._sequences.draw(step.plan, logits) if last and step.ends_here else None
         if done is not None:
-            step.finish_last_slice(done.draws)
+            step.finish_last_slice(done)
             self._timeline.record_span("draw", step.plan.lane, drawing)
         now = time.monotonic()
         lane.busy_s += now - begun

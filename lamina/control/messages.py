@@ -1,5 +1,7 @@
 """Messages between the engine and its workers, encoded as MessagePack; at most one per worker and step."""
 
+from collections.abc import Iterator
+
 import msgspec
 
 from lamina.control.file_transfer import FileSource
@@ -385,20 +387,13 @@ class Connected(msgspec.Struct, tag=True, frozen=True):
     """Worker to engine: ready for steps."""
 
 
-class Draw(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The token drawn for one sequence. ``logprobs``: packed by ``packed_logprobs``; empty if none are wanted."""
-
-    sequence: int
-    token: int
-    logprobs: bytes = b""
-
-
 class StepDone(msgspec.Struct, tag=True, frozen=True):
     """Compute worker to engine: the step has run.
 
     Attributes:
-        draws: one for each sequence named in ``draws`` of the plan.
-        undrawable: sequences without a draw because their logits are not finite, as ``error`` says.
+        tokens: the tokens drawn, in the order of ``StepPlan.drawing``, without those of ``undrawable`` sequences.
+        logprobs: log-probabilities packed by ``packed_logprobs``, by sequence that wants them.
+        undrawable: sequences without a token because their logits are not finite, as ``error`` says.
         rows: rows that went through the slices.
         busy_s: total time of the slices.
         waited_s: total time that slices waited for attention; 0 if unknown. Estimated from the slices whose
@@ -406,12 +401,23 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     """
 
     step: int
-    draws: list[Draw]
+    tokens: list[int]
+    logprobs: dict[int, bytes] = {}
     undrawable: list[int] = []
     error: str = ""
     rows: int = 0
     busy_s: float = 0.0
     waited_s: float = 0.0
+
+    def drawn(self, plan: StepPlan) -> Iterator[tuple[int, int]]:
+        """Yield each sequence for which ``plan``, the step's, has drawn a token, and the token.
+
+        Raises ValueError if there is not one token for each.
+        """
+        sequences, without = plan.drawing, self.undrawable
+        if without:
+            sequences = [sequence for sequence in sequences if sequence not in without]
+        return zip(sequences, self.tokens, strict=True)
 
 
 class SlabUsage(msgspec.Struct, tag=True, frozen=True):

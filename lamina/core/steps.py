@@ -196,6 +196,11 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
         return len(self.decoding.sequences) + sum(len(chunk.tokens) for chunk in self.chunks)
 
     @functools.cached_property
+    def drawing(self) -> list[int]:
+        """The sequences for which the step draws a token, in the order of the batch's rows."""
+        return self.decoding.sequences + [sequence for chunk in self.chunks for sequence in chunk.draws]
+
+    @functools.cached_property
     def sequences(self) -> list[SequenceStep]:
         """All sequences that run, in the order of the batch's rows."""
         return self.decoding.steps + self.chunks

@@ -15,12 +15,12 @@ from lamina.cluster.bringup import Cluster
 from lamina.cluster.conversations import Workers
 from lamina.cluster.pool import parse_bounds, pool_change
 from lamina.config.engine_config import EngineConfig, overcommit, served_names
-from lamina.control.messages import Draw, Observed, Release, Step, StepDone, ToEngine
+from lamina.control.messages import Observed, Release, Step, StepDone, ToEngine
 from lamina.control.sockets import ControlServer
 from lamina.control.timeline import Span, Timeline
 from lamina.core.errors import ConfigError, EngineDeadError, LaminaError, RequestError
 from lamina.core.outputs import FinishReason
-from lamina.core.requests import Completion, Drawn, Group
+from lamina.core.requests import Completion, Drawn, Group, Owner
 from lamina.core.sampling import SamplingParams
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Pool, Topology
@@ -35,8 +35,8 @@ from lamina.engine.scaling import Scaling
 from lamina.engine.stats import EngineStats, PlacementView
 from lamina.engine.streams import Submission
 from lamina.engine.timelines import LiveTimeline, OnTrace, collect_spans, hand_over, read_clocks
-from lamina.engine.tracking import TrackedRequest
-from lamina.engine.updates import OnToken, OnTokens, OnUpdate, Reading, as_run
+from lamina.engine.tracking import TrackedRequest, Unfinished
+from lamina.engine.updates import OnTokens, OnUpdate, PlainTokens, Reading, as_run
 from lamina.kv.balancing import policy_for
 from lamina.kv.stripes import placement
 from lamina.models.directory import ModelDirectory, sampling_defaults
@@ -129,6 +129,7 @@ class Engine:
         targets = Targets((config.slo_ttft_ms or math.inf) / 1e3, (config.slo_tbt_ms or math.inf) / 1e3)
         self._scaling = Scaling(bounds, self._turn, self._members, targets)
         self._touched: dict[TrackedRequest, None] = {}  # requests with unpublished updates
+        self._plain: dict[int, Unfinished] = {}  # ``TrackedRequest.plain`` of all requests
         self._lacks_memory = bool(cluster.missing)
         self._steps = 0
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
@@ -187,7 +188,7 @@ class Engine:
         seed: int,
         drawn: Drawn | None = None,
         again: bool = False,
-        on_token: OnToken | None = None,
+        plain: PlainTokens | None = None,
     ) -> None:
         """Queue a request whose caller detokenizes and matches stop strings itself.
 
@@ -197,12 +198,12 @@ class Engine:
             seed: Seed of the draws if the parameters have none.
             drawn: Tokens generated before an engine restart; generation continues after them.
             again: True if an earlier engine accepted the request. The limit on queued requests is then not applied.
-            on_token: Gets tokens at once if nothing else is new, instead of ``on_tokens``; see ``TrackedRequest``.
+            plain: Gets tokens at once if nothing else is new, instead of ``on_tokens``; see ``TrackedRequest``.
 
         Raises what ``submit`` raises.
         """
         request = self._request(request_id, None, tokens, params, client, seed)
-        self._queue(TrackedRequest(request, self.tokenizer.eos_token_ids, on_tokens, drawn, on_token), again)
+        self._queue(TrackedRequest(request, self.tokenizer.eos_token_ids, on_tokens, drawn, plain), again)
 
     def new_seed(self) -> int:
         """Return a fresh sampling seed for requests that give none."""
@@ -412,31 +413,37 @@ class Engine:
             self._members.handle_message(worker, message)
 
     def _complete(self, done: StepDone) -> None:
+        plan, plain = self._turn.in_flight[done.step], self._plain
         drawn = self._turn.complete(done)
         self._lives.note_done(done.step)
         self._steps += 1
-        for draw in done.draws:
-            owner = drawn.get(draw.sequence)
-            if owner is None:  # aborted while the step ran
+        for sequence, token in done.drawn(plan):
+            if sequence not in drawn:  # aborted while the step ran
                 continue
-            group, completion = owner
-            tracked = self._tracked[group.request.request_id]
-            if group.searches:
-                self._compare(tracked, group, completion, draw)
-                continue
-            completion.generated.append(draw.token)
-            tracked.group = group
-            if tracked.append(completion, draw):
-                self._scheduler.end_completion(group, completion)
-            if tracked.has_news:
-                self._touched[tracked] = None
+            one = plain.get(sequence)
+            if one is None or not one.append_plain(token):
+                self._append(drawn[sequence], token, done.logprobs.get(sequence, b""))
         for sequence in done.undrawable:
             if sequence in drawn:
                 group, _ = drawn[sequence]
                 self._end_request(group.request.request_id, FinishReason.ERROR, done.error, suspect=True)
 
-    def _compare(self, tracked: TrackedRequest, group: Group, beam: Completion, draw: Draw) -> None:
-        choice = tracked.compare(group, beam, draw)
+    def _append(self, owner: Owner, token: int, logprobs: bytes) -> None:
+        """Add one drawn token to a completion, which may end at it."""
+        group, completion = owner
+        tracked = self._tracked[group.request.request_id]
+        if group.searches:
+            self._compare(tracked, group, completion, logprobs)
+            return
+        completion.generated.append(token)
+        tracked.group = group
+        if tracked.append(completion, token, logprobs):
+            self._scheduler.end_completion(group, completion)
+        if tracked.has_news:
+            self._touched[tracked] = None
+
+    def _compare(self, tracked: TrackedRequest, group: Group, beam: Completion, logprobs: bytes) -> None:
+        choice = tracked.compare(group, beam, logprobs)
         if choice is not None:
             self._scheduler.beams.choose(group, choice)
         if tracked.finished:
@@ -496,11 +503,15 @@ class Engine:
             self._scheduler.abort(tracked.request.request_id)
             self._forget(tracked.request.request_id)
             self._lives.note_end(tracked.request.request_id, [], tracked.generated, "its caller failed")
+        elif not tracked.finished:
+            self._plain |= tracked.plain
 
     def _forget(self, request_id: str) -> None:
         with self._lock:
-            self._tracked.pop(request_id, None)
+            tracked = self._tracked.pop(request_id, None)
             self._places.free_place(request_id)
+        for sequence in () if tracked is None else tracked.plain:
+            self._plain.pop(sequence, None)
 
     def _check_workers(self) -> None:
         """Detect lost workers and lack of progress. Raises LaminaError if the engine cannot continue."""

@@ -45,7 +45,7 @@ from lamina.engine.engine import Engine
 from lamina.engine.lives import LivesOf
 from lamina.engine.stats import StatsOf
 from lamina.engine.timelines import TimelineOf
-from lamina.engine.updates import OnToken, OnTokens, TokenUpdate
+from lamina.engine.updates import OnTokens, PlainTokens, TokenUpdate
 
 log = logging.getLogger(__name__)
 
@@ -267,18 +267,17 @@ class Frontends:
         drawn = {index: unpack_tokens(tokens) for index, tokens in one.drawn.items()}
         begun = any(drawn.values()) or len(drawn) < one.params.n
         member.running.add(one.request)
-        receive, receive_plain = self._receivers(member, one.request)
         try:
             self._engine.submit_tokens(
                 member.request_id(one.request),
                 unpack_tokens(one.prompt),
                 one.params,
-                receive,
+                self._receiver(member, one.request),
                 one.client,
                 one.seed,
                 drawn if begun else None,
                 again=True,
-                on_token=receive_plain,
+                plain=PlainTokens(member.plain, one.request),
             )
         except LaminaError as error:
             member.running.discard(one.request)
@@ -309,15 +308,14 @@ class Frontends:
                 number = submission.numbers[place]
                 params = message.params[place if len(message.params) > 1 else 0]
                 member.running.add(number)
-                receive, receive_plain = self._receivers(member, number)
                 self._engine.submit_tokens(
                     member.request_id(number),
                     unpack_tokens(message.prompts[place]),
                     params,
-                    receive,
+                    self._receiver(member, number),
                     message.client,
                     message.seeds[place],
-                    on_token=receive_plain,
+                    plain=PlainTokens(member.plain, number),
                 )
                 submission.queued += 1
                 if number in submission.aborted:
@@ -344,25 +342,23 @@ class Frontends:
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
-    def _receivers(self, member: _Member, number: int) -> tuple[OnTokens, OnToken]:
+    def _receiver(self, member: _Member, number: int) -> OnTokens:
         def receive(update: TokenUpdate) -> None:
             if update.finished:
                 member.running.discard(number)
             news = RequestTokens(number, update.completions, update.finished, update.error, update.cached_tokens)
             member.news.append(news)
 
-        def receive_plain(index: int, token: int) -> None:
-            member.plain += (number, index, token)
-
-        return receive, receive_plain
+        return receive
 
     def _flush(self) -> None:
         if self._closed.is_set():
             return
         for member in list(self._members.values()):
             if member.news or member.plain:
-                batch, member.news, member.plain = AnswerBatch(member.news, member.plain), [], []
-                self._send(member, batch)
+                self._send(member, AnswerBatch(member.news, member.plain))
+                member.news.clear()
+                member.plain.clear()
         if (reason := self._engine.dead) is not None and not self._told_of_death:
             self._told_of_death = True
             self._on_death(reason)

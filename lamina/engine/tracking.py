@@ -1,16 +1,15 @@
 """Tracks what each completion of a request has generated and reported, until all have a finish reason."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lamina.control.frontend_messages import CompletionTokens
-from lamina.control.messages import Draw
 from lamina.control.packed_logprobs import unpack
 from lamina.core.outputs import FinishReason, Logprob
 from lamina.core.requests import Completion, Drawn, Group
 from lamina.core.sampling import SamplingParams
 from lamina.core.types import Request
-from lamina.engine.updates import OnToken, OnTokens, TokenUpdate
+from lamina.engine.updates import OnTokens, PlainTokens, TokenUpdate
 from lamina.schedule.beam_search import BeamSearch, Choice
 
 
@@ -43,17 +42,41 @@ class TokenEnds:
         return None if token in self._eos else token
 
 
-@dataclass(slots=True)
-class _Unfinished:
+@dataclass(eq=False, slots=True)
+class Unfinished:
     """A completion without a finish reason.
 
     Attributes:
-        drawn: Tokens drawn so far.
+        index: Its index within the request.
+        drawn: Number of tokens drawn so far.
         news: Tokens not yet passed to the caller; None if all tokens are.
+        plain: Where ``append_plain`` puts tokens; None: nowhere.
+        generated: The completion's list of tokens.
+        stops: Tokens that may end the completion.
+        most: Most tokens of the completion; None: no limit.
     """
 
+    index: int
     drawn: int
     news: CompletionTokens | None = None
+    plain: PlainTokens | None = None
+    generated: list[int] = field(default_factory=list)
+    stops: frozenset[int] = frozenset()
+    most: int | None = None
+
+    def append_plain(self, token: int) -> bool:
+        """Add one drawn token to the completion and to ``PlainTokens``.
+
+        Return False, having changed nothing, if more may have to be done than that. For most tokens, nothing has:
+        this must touch few objects.
+        """
+        plain, drawn = self.plain, self.drawn + 1
+        if plain is None or self.news is not None or token in self.stops or drawn == self.most:
+            return False
+        self.drawn = drawn
+        self.generated.append(token)
+        plain.batch.extend((plain.number, self.index, token))
+        return True
 
 
 class TrackedRequest:
@@ -66,6 +89,8 @@ class TrackedRequest:
         reasons: Finish reasons of the completions that have one.
         error: Why the request failed.
         has_news: ``publish`` has something to pass on.
+        plain: Completions whose tokens are to be added by ``Unfinished.append_plain`` first, by sequence. Some may have
+            ended.
 
     Its memory does not grow with the tokens drawn, and the cost of a token does not depend on how many came before.
     """
@@ -77,9 +102,8 @@ class TrackedRequest:
         "_eos_token_ids",
         "_finished_news",
         "_finished_tokens",
-        "_is_known",
-        "_on_token",
         "_on_tokens",
+        "_plain",
         "_search",
         "_unfinished",
         "_with_logprobs",
@@ -88,6 +112,7 @@ class TrackedRequest:
         "finished",
         "group",
         "has_news",
+        "plain",
         "reasons",
         "request",
     )
@@ -98,27 +123,27 @@ class TrackedRequest:
         eos_token_ids: Collection[int],
         on_tokens: OnTokens,
         drawn: Drawn | None = None,
-        on_token: OnToken | None = None,
+        plain: PlainTokens | None = None,
     ) -> None:
         """Track a request.
 
         Args:
             on_tokens: Gets all news.
             drawn: Tokens that the caller already has, of a request that an earlier engine began.
-            on_token: Gets tokens at once if nothing else is new, but for the first ones.
+            plain: Gets tokens at once if nothing else is new, but for the first ones.
         """
         self.request = request
         self.drawn = drawn
         self.group: Group | None = None
         self._eos_token_ids = eos_token_ids
         self._on_tokens = on_tokens
-        self._on_token = on_token if request.params.logprobs is None else None
+        self._plain = plain if request.params.logprobs is None and not request.params.use_beam_search else None
+        self.plain: dict[int, Unfinished] = {}
         self.has_news = self.finished = False
         self.reasons: list[FinishReason] = []
-        self._is_known = False  # the caller has heard of the request
         self._finished_tokens = 0  # of completions that have finished
         begun = drawn or {index: list[int]() for index in range(request.params.n)}
-        self._unfinished = {index: _Unfinished(len(tokens)) for index, tokens in begun.items()}
+        self._unfinished = {index: Unfinished(index, len(tokens)) for index, tokens in begun.items()}
         self._finished_news: list[
             CompletionTokens
         ] = []  # news of completions that have finished since the last publish
@@ -135,7 +160,7 @@ class TrackedRequest:
         if group.searches:
             self._search = BeamSearch(self.request.params, group.max_tokens, self._ends.tokens)
 
-    def compare(self, group: Group, completion: Completion, draw: Draw) -> Choice | None:
+    def compare(self, group: Group, completion: Completion, logprobs: bytes) -> Choice | None:
         """Record the most likely next tokens of one beam; once all beams have theirs, return which beams survive.
 
         When the search is done, all completions are finished with its best hypotheses.
@@ -147,7 +172,7 @@ class TrackedRequest:
         if search is None or self.finished:
             return None
         completion.answered = True
-        self._continuations[group.completions.index(completion)] = unpack(draw.logprobs)
+        self._continuations[group.completions.index(completion)] = unpack(logprobs)
         if len(self._continuations) < search.places:
             return None
         choice = search.advance([self._continuations[place] for place in range(search.places)])
@@ -164,27 +189,27 @@ class TrackedRequest:
             if best.ended and self._ends is not None:
                 news.stop_token = self._ends.stop_token(best.token_ids[-1])
 
-    def append(self, completion: Completion, draw: Draw) -> bool:
-        """Add one drawn token and return whether its completion has ended. Tokens after the end are discarded."""
-        index, token, ends = completion.index, draw.token, self._ends
+    def append(self, completion: Completion, token: int, logprobs: bytes = b"") -> bool:
+        """Add one drawn token and return whether its completion has ended. Tokens after the end are discarded.
+
+        ``logprobs``: packed log-probabilities of the token, if the request wants them.
+        """
+        index, ends = completion.index, self._ends
         one = self._unfinished.get(index)
         if one is None:  # the caller ended the completion while this token was drawn
             return True
         if ends is None:
             raise RuntimeError(f"request {self.request.request_id} has drawn a token before it was started")
-        one.drawn = count = one.drawn + 1
-        may_end = token in ends.tokens or count == ends.max_tokens
-        news, reason = one.news, ends.finish_reason(token, count) if may_end else None
-        if news is None and reason is None and self._is_known and self._on_token is not None:
-            self._on_token(index, token)
-            return False
+        one.drawn += 1
+        reason = ends.finish_reason(token, one.drawn)
         self.has_news = True
+        news = one.news
         if news is None:
             news = one.news = CompletionTokens(index, [token])
         else:
             news.token_ids.append(token)
         if self._with_logprobs:
-            news.logprobs.append(draw.logprobs)
+            news.logprobs.append(logprobs)
         if reason is None:
             return False
         self._finish(index, reason)
@@ -210,6 +235,7 @@ class TrackedRequest:
 
     def _finish(self, index: int, reason: FinishReason) -> None:
         one = self._unfinished.pop(index)
+        one.plain = None
         self.reasons.append(reason)
         self._finished_tokens += one.drawn
         news = one.news or CompletionTokens(index, [])
@@ -225,10 +251,20 @@ class TrackedRequest:
     def publish(self) -> None:
         """Pass to ``on_tokens`` all tokens and finish reasons since the last call."""
         news, self._finished_news = self._finished_news, []
-        self.has_news, self._is_known = False, True
+        self.has_news = False
         for one in self._unfinished.values():
             if one.news is not None:
                 news.append(one.news)
                 one.news = None
         cached = 0 if self.group is None else self.group.cached_tokens or 0
         self._on_tokens(TokenUpdate(news, self.finished, self.error, cached, self.group))
+        if self._plain is not None and self._ends is not None and self.group is not None:
+            self._pass_on(self._plain, self._ends, self.group)
+
+    def _pass_on(self, plain: PlainTokens, ends: TokenEnds, group: Group) -> None:
+        """Prepare ``Unfinished.append_plain`` for the completions that go on: the caller knows the request now."""
+        for completion in group.completions:
+            if (one := self._unfinished.get(completion.index)) is not None:
+                one.plain, one.generated = plain, completion.generated
+                one.stops, one.most = ends.tokens, ends.max_tokens
+                self.plain[completion.sequence] = one

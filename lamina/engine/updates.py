@@ -4,7 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -40,8 +40,17 @@ class TokenUpdate(msgspec.Struct):
 
 OnTokens = Callable[[TokenUpdate], None]
 
-OnToken = Callable[[int, int], None]
-"""Called with the index of a completion that continues, and its new token."""
+
+class PlainTokens(NamedTuple):
+    """Where tokens of a request are put with which nothing else happens.
+
+    Attributes:
+        batch: Gets ``number``, the index of the completion, and the token, of one token after another.
+        number: Number of the request.
+    """
+
+    batch: list[int]
+    number: int
 
 
 class CompletionUpdate(msgspec.Struct):

@@ -140,9 +140,7 @@ async def test_tokens_alone_join_those_with_news(engine: RecordingEngine, remote
     engine.tell_tokens((b, 0, 14))
     await until(lambda: len(two.updates) == 3)
     assert one.updates[-1].cached_tokens == 1
-    on_token = engine.on_token[a]
-    assert on_token is not None
-    on_token(1, 15)  # in the same turn as what follows
+    engine.put_token(a, 1, 15)  # in the same turn as what follows
     engine.tell(a, *(CompletionTokens(i, [16 + i], [], FinishReason.LENGTH) for i in range(2)), finished=True)
     await until(lambda: one.finished)
     assert [part.token_ids for part in one.whole.output().outputs] == [[7, 10, 13, 16], [8, 12, 15, 17]]
@@ -296,7 +294,7 @@ def test_what_a_frontend_does_not_take_is_bounded(
     suspended.identity, suspended.rcvhwm, suspended.linger = b"frontend0", 1, 0
     suspended.connect(room.bootstrap.answers)
     member = room._members["frontend0"]
-    receive, _ = room._receivers(member, 1)
+    receive = room._receiver(member, 1)
     deadline = time.monotonic() + END_S
     while member.lost is None or "cannot be reached" in member.lost:
         member.lost = None  # not connected yet

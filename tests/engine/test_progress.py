@@ -9,7 +9,7 @@ import pytest
 
 from lamina.cluster.conversations import Wish
 from lamina.config.engine_config import EngineConfig
-from lamina.control.messages import Draw, Hello, Release, Step, StepDone, Stop, Working
+from lamina.control.messages import Hello, Release, Step, StepDone, Stop, Working
 from lamina.control.sockets import ControlClient, ControlServer
 from lamina.core.outputs import FinishReason, RequestOutput
 from lamina.core.pipeline import Pipeline
@@ -60,8 +60,7 @@ class Scripted:
             assert isinstance(message, Step)
             if message.plan.runs:
                 time.sleep(self._seconds)
-            draws = [Draw(sequence, 5) for step in message.plan.sequences for sequence in step.draws]
-            client.send(StepDone(message.plan.step, draws))
+            client.send(StepDone(message.plan.step, [5] * len(message.plan.drawing)))
         client.close()
 
     def _memory(self) -> None:

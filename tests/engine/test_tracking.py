@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.control.messages import Draw
 from lamina.control.packed_logprobs import drawn_token, pack, unpack
 from lamina.core.outputs import FinishReason, Logprob, RequestOutput
 from lamina.core.requests import Completion, Group
 from lamina.core.sampling import SamplingParams
 from lamina.core.types import Request
 from lamina.engine.tracking import TrackedRequest
-from lamina.engine.updates import Reading, RequestUpdate, TokenUpdate, Whole
+from lamina.engine.updates import PlainTokens, Reading, RequestUpdate, TokenUpdate, Whole
 from lamina.kv.placement import Placement
 from lamina.models import directory
 from lamina.schedule.limits import Limits
@@ -56,7 +55,7 @@ def added_up(updates: list[RequestUpdate]) -> RequestOutput:
 def test_an_error_that_comes_after_the_end_changes_nothing() -> None:
     published: list[RequestUpdate] = []
     under_test, group = tracked(SamplingParams(max_tokens=1, n=2), published)
-    assert under_test.append(group.completions[0], Draw(0, 300))
+    assert under_test.append(group.completions[0], 300)
     under_test.end_all(FinishReason.ABORT)
     under_test.end_all(FinishReason.ERROR, "the engine has stopped")
     under_test.publish()
@@ -74,21 +73,23 @@ def ends_of(updates: list[TokenUpdate]) -> set[tuple[int, FinishReason | None, i
 def test_tokens_that_are_passed_on_at_once_are_those_of_updates(draws: list[tuple[int, int, bool]]) -> None:
     """The third of ``draws``: a turn ends, after which a frontend reads tokens first and updates then."""
     request = Request("r", None, [5], SamplingParams(max_tokens=20, n=2, stop_token_ids=[9]))
-    at_once, updates = list[tuple[int, int]](), list[TokenUpdate]()
-    under_test = TrackedRequest(request, [8], updates.append, on_token=lambda *one: at_once.append(one))
+    at_once, updates = list[int](), list[TokenUpdate]()
+    under_test = TrackedRequest(request, [8], updates.append, plain=PlainTokens(at_once, 7))
     reference = TrackedRequest(request, [8], (expected := list[TokenUpdate]()).append)
     group = Group(request, 20, [Completion(0, 0), Completion(1, 1)])
     under_test.start(group)
     reference.start(group)
     heard: list[list[int]] = [[], []]
     for index, token, ends_turn in [*draws, (0, 2, True)]:
-        draw = Draw(index, token)
-        assert under_test.append(group.completions[index], draw) == reference.append(group.completions[index], draw)
+        completion, one = group.completions[index], under_test.plain.get(index)
+        is_plain = one is not None and one.append_plain(token)
+        assert (not is_plain and under_test.append(completion, token)) == reference.append(completion, token)
         if ends_turn and under_test.has_news:
             under_test.publish()
         if ends_turn:
-            for place, one in at_once:
-                heard[place].append(one)
+            for number, place, each in zip(*[iter(at_once)] * 3, strict=True):
+                assert number == 7
+                heard[place].append(each)
             at_once.clear()
             for part in (part for update in updates for part in update.completions):
                 heard[part.index] += part.token_ids
@@ -118,7 +119,7 @@ def test_updates_add_up_to_the_same_whole_however_they_are_read(
             continue
         drawn[index].append(token)
         entries = [Logprob(token, -1.5, 7), Logprob(3, -0.25, 1), Logprob(4, -0.5, 2)]
-        completion.finished = under_test.append(completion, Draw(0, token, pack(entries)))
+        completion.finished = under_test.append(completion, token, pack(entries))
         if publish:
             under_test.publish()
     under_test.end_all(FinishReason.ABORT)
@@ -164,7 +165,7 @@ def test_what_is_kept_does_not_grow_with_what_was_drawn() -> None:
     published: list[RequestUpdate] = []
     under_test, group = tracked(SamplingParams(max_tokens=200, logprobs=1, ignore_eos=True), published)
     for _ in range(100):
-        under_test.append(group.completions[0], Draw(0, 300, pack([Logprob(300, -1.0, 1)])))
+        under_test.append(group.completions[0], 300, pack([Logprob(300, -1.0, 1)]))
         under_test.publish()
     assert [update.tokens for update in published] == [1] * 100
 
@@ -198,7 +199,7 @@ def test_what_ends_a_completion_and_what_is_left_of_its_text(
     ended = 0
     for number, piece in enumerate(pieces, 1):
         token = tokenizer.ids[piece]
-        if under_test.append(group.completions[0], Draw(0, token, pack([Logprob(token, -1.0, 1)]))):
+        if under_test.append(group.completions[0], token, pack([Logprob(token, -1.0, 1)])):
             ended = number
             break
         if number % at_once == 0:
@@ -248,7 +249,7 @@ def test_a_tokenizer_that_fails_ends_the_request_in_an_error(monkeypatch: pytest
     published: list[RequestUpdate] = []
     under_test, group = tracked(SamplingParams(max_tokens=5, n=2), published)
     monkeypatch.setattr(Tokenizer, "fixed_text", fail)
-    under_test.append(group.completions[0], Draw(0, 5))
+    under_test.append(group.completions[0], 5)
     under_test.publish()
     (update,) = published
     assert update.finished and "cannot be decoded" in (update.error or "")

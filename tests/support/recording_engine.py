@@ -14,7 +14,7 @@ from lamina.core.types import Client
 from lamina.dataplane.transport_choice import Choice, Transport
 from lamina.engine.lives import Event, Life
 from lamina.engine.stats import EngineStats, MemoryStats
-from lamina.engine.updates import OnToken, OnTokens, TokenUpdate
+from lamina.engine.updates import OnTokens, PlainTokens, TokenUpdate
 from lamina.models.directory import find
 from lamina.text.tokenizer import Tokenizer
 from tests.support.waiting import END_S
@@ -41,7 +41,7 @@ class RecordingEngine:
         self.accepts.set()
         self.dead: str | None = None
         self.queued: dict[str, tuple[list[int], SamplingParams, OnTokens, Client]] = {}
-        self.on_token: dict[str, OnToken | None] = {}
+        self.plain: dict[str, PlainTokens | None] = {}
         self.aborted: list[str] = []
         self.finished: list[tuple[str, int]] = []
         self.begun: dict[str, tuple[int, Drawn | None]] = {}  # seeds, and what was drawn before
@@ -66,7 +66,7 @@ class RecordingEngine:
         seed: int,
         drawn: Drawn | None = None,
         again: bool = False,
-        on_token: OnToken | None = None,
+        plain: PlainTokens | None = None,
     ) -> None:
         assert self.accepts.wait(END_S)
         if len(self.queued) == self.places and not again:
@@ -75,7 +75,7 @@ class RecordingEngine:
             raise RequestError(f"{len(tokens)} is too long")
         self.queued[request_id] = tokens, params, on_tokens, client
         self.begun[request_id] = seed, drawn
-        self.on_token[request_id] = on_token
+        self.plain[request_id] = plain
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -100,10 +100,14 @@ class RecordingEngine:
     def tell_tokens(self, *drawn: tuple[str, int, int]) -> None:
         """A turn that brings tokens alone: of each the request, the index of the completion, and the token."""
         for request_id, index, token in drawn:
-            on_token = self.on_token[request_id]
-            assert on_token is not None
-            on_token(index, token)
+            self.put_token(request_id, index, token)
         self.end_turn()
+
+    def put_token(self, request_id: str, index: int, token: int) -> None:
+        """Let a token go with the next turn."""
+        plain = self.plain[request_id]
+        assert plain is not None
+        plain.batch.extend((plain.number, index, token))
 
     def tell(
         self, request_id: str, *completions: CompletionTokens, finished: bool = False, cached_tokens: int = 0
