@@ -236,6 +236,24 @@ def largest(
     indices [rows] int64. Releases the GIL.
     """
 
+def mask(
+    type: ElementType,
+    x: int,
+    stride: int,
+    bits: int,
+    out: int,
+    rows: int,
+    width: int,
+    threads: int,
+    path: AttentionPath,
+) -> None:
+    """
+    Copy each row, with -inf in place of the elements whose bit is 0: bit i % 32 of word i / 32.
+
+    Tensors are given by address and not checked: x [rows, width] with a row stride in elements, bits uint32
+    [rows, ceil(width / 32)] and out [rows, width] contiguous. Releases the GIL.
+    """
+
 def draw(
     type: ElementType,
     logits: int,

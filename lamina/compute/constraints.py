@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lamina.core.sampling import StructuredOutputs
+from lamina.lowering.native_operators import masked
 from lamina.text.grammars import compile_grammar, run_deep
 from lamina.text.tokenizer import Tokenizer
 
@@ -20,8 +21,6 @@ MOST_GRAMMARS = 128
 """Grammars whose compiled form a worker keeps."""
 MASKED_IN_PLACE = 1 << 20
 """Scores whose masks this thread computes itself: to wake others, and wait for them, takes longer."""
-SERIAL = (1 << 15) - 1
-"""Most elements of which an operation of torch on a CPU runs in one thread. More threads spin until all are done."""
 
 
 class Constraint:
@@ -85,8 +84,8 @@ class _Tokens:
         return self._tokenizer.encode(text.decode() if isinstance(text, bytes) else text, add_special_tokens=False)
 
 
-def forbid(scores: Tensor, rows: Sequence[int], constraints: Sequence[Constraint]) -> None:
-    """Set the scores [R, V] of tokens that may not come next to -inf, in place, in ``rows``.
+def forbid(scores: Tensor, rows: Sequence[int], constraints: Sequence[Constraint]) -> Tensor:
+    """Return a copy of the scores [R, V] with -inf for tokens that may not come next in ``rows``.
 
     If a grammar allows no token, or has become too complex, all scores of its row become -inf.
     """
@@ -102,15 +101,7 @@ def forbid(scores: Tensor, rows: Sequence[int], constraints: Sequence[Constraint
     for matcher, row in matchers:
         if matcher.stop_reason() == "InternalError":  # llguidance then allows the end of the answer
             bits[row] = 0
-    allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=width, bitorder="little").view(np.bool_)
-    forbidden = torch.from_numpy(~allowed).to(scores.device)
-    for part, mask in zip(in_parts(scores), in_parts(forbidden), strict=True):
-        part.masked_fill_(mask, -torch.inf)
-
-
-def in_parts(rows: Tensor) -> Sequence[Tensor]:
-    """Return ``rows`` [R, N] in parts of ``SERIAL`` elements, or of one row; on a GPU, as one part."""
-    return torch.split(rows, max(1, SERIAL // rows.shape[1])) if rows.device.type == "cpu" else [rows]
+    return masked(scores, bits)
 
 
 @functools.cache

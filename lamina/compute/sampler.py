@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lamina import _native
-from lamina.compute.constraints import Constraint, forbid, in_parts
+from lamina.compute.constraints import Constraint, forbid
 from lamina.control.packed_logprobs import pack, pack_rows
 from lamina.core.errors import LogitsError
 from lamina.core.outputs import Logprob
@@ -28,6 +28,7 @@ from lamina.lowering.expert_operators import ELEMENTS
 from lamina.lowering.native_operators import ELEMENT_TYPES, PATH, largest
 
 _CANDIDATES = 1024  # most likely tokens tried for top-p before a whole row is sorted
+_SERIAL = (1 << 15) - 1  # most elements of which an operation of torch on a CPU runs in one thread
 _MIN_TEMPERATURE = 1e-6  # below it float32 cannot tell the distribution from its mode
 
 
@@ -125,7 +126,7 @@ def _require_matching(logits: Tensor, rows: Sequence[Row]) -> None:
 
 
 def _constrain(logits: Tensor, rows: Sequence[Row], special: Sequence[int]) -> Tensor:
-    """Apply penalties, minimum length, biases and grammars to a float32 copy; ``logits`` itself if no row has any.
+    """Return scores [R, V]: a copy with penalties, minimum length, biases and grammars; ``logits`` if no row has any.
 
     ``special``: the rows that may have any.
     """
@@ -134,11 +135,9 @@ def _constrain(logits: Tensor, rows: Sequence[Row], special: Sequence[int]) -> T
     grammars = {r: constraint for r in special if (constraint := rows[r].constraint) is not None}
     biased = [r for r in special if rows[r].params.logit_bias or rows[r].params.allowed_token_ids]
     worded = [r for r in special if rows[r].params.bad_token_ids]
-    if not penalized and not too_short and not grammars and not biased and not worded:
-        return logits
-    scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    for part, given in zip(in_parts(scores), in_parts(logits), strict=True):
-        part.copy_(given)
+    scores = logits
+    if penalized or too_short or biased or worded:
+        scores = _float32(logits)
     if penalized:
         _penalize(scores, rows, penalized)
     vocabulary = scores.shape[1]
@@ -150,8 +149,18 @@ def _constrain(logits: Tensor, rows: Sequence[Row], special: Sequence[int]) -> T
     for r in worded:
         scores[r, _bad_tokens(rows[r], vocabulary)] = -math.inf
     if grammars:
-        forbid(scores, [*grammars], [*grammars.values()])
+        scores = forbid(scores, [*grammars], [*grammars.values()])
     return scores
+
+
+def _float32(logits: Tensor) -> Tensor:
+    """Return a float32 copy. On a CPU, this thread alone copies it: other threads would spin until all are done."""
+    if logits.device.type != "cpu":
+        return logits.to(torch.float32, copy=True)
+    copy, rows = torch.empty(logits.shape, dtype=torch.float32), max(1, _SERIAL // logits.shape[1])
+    for part, given in zip(torch.split(copy, rows), torch.split(logits, rows), strict=True):
+        part.copy_(given)
+    return copy
 
 
 def _bias(scores: Tensor, params: SamplingParams) -> None:

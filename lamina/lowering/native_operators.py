@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -96,6 +98,22 @@ def largest(x: Tensor) -> tuple[Tensor, Tensor]:
     source, results = (x.data_ptr(), x.stride(0)), (values.data_ptr(), indices.data_ptr())
     _native.largest(ELEMENT_TYPES[x.dtype], *source, *results, rows, width, torch.get_num_threads(), PATH)
     return values, indices
+
+
+def masked(x: Tensor, bits: npt.NDArray[np.int32]) -> Tensor:
+    """Return a copy of x [R, N] with -inf in place of the elements whose bit is 0: bit i % 32 of ``bits[r, i // 32]``,
+    contiguous.
+    """
+    rows, width = x.shape
+    if x.device.type != "cpu":
+        kept = np.unpackbits(bits.view(np.uint8), axis=1, count=width, bitorder="little").view(np.bool_)
+        return x.masked_fill(torch.from_numpy(~kept).to(x.device), -torch.inf)
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    arrays = x.data_ptr(), x.stride(0), bits.ctypes.data, out.data_ptr()
+    _native.mask(ELEMENT_TYPES[x.dtype], *arrays, rows, width, torch.get_num_threads(), PATH)
+    return out
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-// lamina._native: rms_norm, rotate, gate, largest, draw. They take addresses and sizes as integers, because
-// checking arrays would cost more than the work on few rows: lamina.lowering.native_operators, their one
-// caller, guarantees them.
+// lamina._native: rms_norm, rotate, gate, largest, mask, draw. They take addresses and sizes as integers,
+// because checking arrays would cost more than the work on few rows: lamina.lowering.native_operators, their
+// one caller, guarantees them.
 #include "lamina/elementwise.h"
 
 #include <nanobind/nanobind.h>
@@ -74,6 +74,14 @@ void largest_binding(ElementType type, uintptr_t x, int64_t stride, uintptr_t va
     largest(task, threads, path);
 }
 
+void mask_binding(ElementType type, uintptr_t x, int64_t stride, uintptr_t bits, uintptr_t out, int64_t rows,
+                  int64_t width, int threads, Path path) {
+    const Masking task{
+        type, pointer<const void>(x), stride, pointer<const uint32_t>(bits), pointer<void>(out), rows, width};
+    nb::gil_scoped_release release;
+    mask(task, threads, path);
+}
+
 void draw_binding(ElementType type, uintptr_t logits, int64_t stride, uintptr_t places, uintptr_t highest,
                   uintptr_t least, uintptr_t temperature, uintptr_t keys, uintptr_t tokens, int64_t rows,
                   int64_t width, int threads, Path path) {
@@ -132,6 +140,13 @@ Write the largest value of each row, NaN if the row holds one, and the first ind
 
 Tensors are given by address and not checked: x [rows, width] with a row stride in elements, values [rows] float32,
 indices [rows] int64. Releases the GIL.)");
+    module.def("mask", &mask_binding, "type"_a, "x"_a, "stride"_a, "bits"_a, "out"_a, "rows"_a, "width"_a,
+               "threads"_a, "path"_a,
+               R"(
+Copy each row, with -inf in place of the elements whose bit is 0: bit i % 32 of word i / 32.
+
+Tensors are given by address and not checked: x [rows, width] with a row stride in elements, bits uint32
+[rows, ceil(width / 32)] and out [rows, width] contiguous. Releases the GIL.)");
     module.def("draw", &draw_binding, "type"_a, "logits"_a, "stride"_a, "places"_a, "highest"_a, "least"_a,
                "temperature"_a, "keys"_a, "tokens"_a, "rows"_a, "width"_a, "threads"_a, "path"_a,
                R"(

@@ -54,6 +54,10 @@ void largest(const Largest &task, int threads, Path path) {
     run(kernels_for(path, task.type).largest, task, task.width, threads);
 }
 
+void mask(const Masking &task, int threads, Path path) {
+    run(kernels_for(path, task.type).mask, task, task.width, threads);
+}
+
 void draw(const Draw &task, int threads, Path path) {
     run(kernels_for(path, task.type).draw, task, task.width, threads);
 }

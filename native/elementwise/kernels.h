@@ -18,6 +18,7 @@ struct Kernels {
     void (*rotate)(const Rotation &task, int64_t begin, int64_t end);
     void (*gate)(const Gate &task, int64_t begin, int64_t end);
     void (*largest)(const Largest &task, int64_t begin, int64_t end);
+    void (*mask)(const Masking &task, int64_t begin, int64_t end);
     void (*draw)(const Draw &task, int64_t begin, int64_t end);
 };
 
@@ -249,6 +250,27 @@ void largest_rows(const Largest &task, int64_t begin, int64_t end) {
     }
 }
 
+template <int W, template <int> class Element>
+void mask_rows(const Masking &task, int64_t begin, int64_t end) {
+    using Stored = typename Element<W>::Stored;
+    constexpr int64_t kWord = 32;
+    Stored least[W];
+    Element<W>::narrow(least, broadcast<W>(-kInfinity));
+    for (int64_t row = begin; row < end; ++row) {
+        const Stored *x = static_cast<const Stored *>(task.x) + row * task.stride;
+        const uint32_t *bits = task.bits + row * ((task.width + kWord - 1) / kWord);
+        Stored *out = static_cast<Stored *>(task.out) + row * task.width;
+        for (int64_t i = 0; i < task.width; i += kWord, ++bits) {
+            const int64_t count = std::min(kWord, task.width - i);
+            if (*bits == 0)
+                std::fill_n(out + i, count, least[0]);
+            else
+                for (int64_t lane = 0; lane < count; ++lane)
+                    out[i + lane] = *bits >> lane & 1 ? x[i + lane] : least[0];
+        }
+    }
+}
+
 // The step of splitmix64's counter, and 32 bits of its output in place of the counter, or of each in a
 // vector.
 constexpr uint64_t kGolden = 0x9e3779b97f4a7c15;
@@ -318,8 +340,8 @@ template <int W, template <int> class Element> void draw_rows(const Draw &task, 
 }
 
 template <int W, template <int> class Element> Kernels kernels_of() {
-    return {norm_rows<W, Element>, rotate_rows<W, Element>, gate_rows<W, Element>, largest_rows<W, Element>,
-            draw_rows<W, Element>};
+    return {norm_rows<W, Element>,    rotate_rows<W, Element>, gate_rows<W, Element>,
+            largest_rows<W, Element>, mask_rows<W, Element>,   draw_rows<W, Element>};
 }
 
 template <int W> Kernels kernels(ElementType type) {

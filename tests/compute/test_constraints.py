@@ -25,8 +25,7 @@ def test_tokens_that_cannot_come_next_are_forbidden_in_their_rows_alone(
     rows = list(range(1, 40, 2))
     forms = [FORMS[row % 3] for row in rows]
     before = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(1))
-    scores = before.clone()
-    forbid(scores, rows, [grammars.begin(StructuredOutputs(regex=form), WIDTH) for form in forms])
+    scores = forbid(before, rows, [grammars.begin(StructuredOutputs(regex=form), WIDTH) for form in forms])
     texts = {token: tokenizer.decode([token]) for token in range(WIDTH)}
     begins = {"[0-9]{3}": "[0-9]{1,3}", "(yes|no)": "y|ye|yes|n|no", "[a-z]+=[0-9]+": "[a-z]+(=[0-9]*)?"}
     for row in range(40):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -134,3 +135,19 @@ def test_largest(dtype: torch.dtype, rows: int, width: int, values: list[float],
     torch.testing.assert_close(found, wanted.values.float(), rtol=0, atol=0, equal_nan=True)
     known = ~found.isnan()
     assert torch.equal(indices[known], wanted.indices[known]) and ((indices >= 0) & (indices < width)).all()
+
+
+@given(dtype=DTYPES, rows=st.integers(0, 4), width=st.integers(1, 170), part=st.booleans(), seed=SEEDS)
+def test_masked(dtype: torch.dtype, rows: int, width: int, part: bool, seed: int) -> None:
+    """Words without a bit, with all and with some, of which the last is often not whole."""
+    chance = np.random.default_rng(seed)
+    x = random(seed, dtype, rows, width + part)[:, :width]
+    kept = (
+        chance.random((rows, width)) < chance.choice([0.0, 0.5, 1.0], (rows, -(-width // 32))).repeat(32, 1)[:, :width]
+    )
+    packed = np.packbits(kept, axis=1, bitorder="little")
+    bits = np.zeros((rows, -(-width // 32) * 4), np.uint8)
+    bits[:, : packed.shape[1]] = packed
+    before = x.clone()
+    found = native_operators.masked(x, bits.view(np.int32))
+    assert torch.equal(found, x.masked_fill(torch.from_numpy(~kept), float("-inf"))) and torch.equal(x, before)

@@ -49,8 +49,7 @@ wanted = StructuredOutputs(**json.load(sys.stdin))
 compile_grammar(wanted)
 tokenizer = Tokenizer(find(None, weights=False))
 constraint = Grammars(lambda: tokenizer, sorted(tokenizer.eos_token_ids)).begin(wanted, 2048)
-scores = torch.zeros(1, 2048)
-forbid(scores, [0], [constraint])
+scores = forbid(torch.zeros(1, 2048), [0], [constraint])
 allowed = [tokenizer.decode([token]) for token in torch.nonzero(scores[0] == 0).flatten().tolist()]
 print(json.dumps(sorted({text[:1] for text in allowed})))
 """

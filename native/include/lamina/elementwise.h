@@ -59,6 +59,16 @@ struct Largest {
     int64_t rows, width;
 };
 
+// Copies each row, with -infinity in place of the elements whose bit is 0: bit i % 32 of word i / 32.
+struct Masking {
+    ElementType type;
+    const void *x; // [rows, width], elements of a row next to each other
+    int64_t stride;
+    const uint32_t *bits; // [rows, ceil(width / 32)]
+    void *out;            // [rows, width], contiguous
+    int64_t rows, width;
+};
+
 // Draws a token from each row by the Gumbel-max trick: of the tokens whose logit is at least `least`, the one
 // with the largest (logit - highest) / temperature + g, where g = -log(-log(1 - u)) is Gumbel noise and
 // u = (h + 1/2) / 2^32 comes from 32 bits h of a hash of the row's key and the token. Of equals, the first.
@@ -81,6 +91,7 @@ void rms_norm(const RmsNorm &task, int threads, Path path);
 void rotate(const Rotation &task, int threads, Path path);
 void gate(const Gate &task, int threads, Path path);
 void largest(const Largest &task, int threads, Path path);
+void mask(const Masking &task, int threads, Path path);
 void draw(const Draw &task, int threads, Path path);
 
 } // namespace lamina::elementwise
