@@ -1,14 +1,13 @@
 """Compares mechanisms that papers report with the cost model, and lists the mechanisms that it lacks."""
 
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any
 
-from bench.cost import kv_parallel, pooled
+from bench.cost import pooled
 from bench.cost.bursts import LOAD_BYTES_S
 from bench.cost.lamina_paper import cost_model
 from bench.cost.long_context import Servers
-from bench.cost.page import Section, axes
+from bench.cost.page import Section
 from bench.cost.published import Comparison
 from bench.cost.transfers import send_recv_seconds
 from lamina.planning.plan import hardware, model_shapes, workload
@@ -26,7 +25,6 @@ def mechanisms(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> S
         "What the cost model covers",
         [
             *_longest(published, a100),
-            *_short(published, a100),
             *_attention(published, a100, h100),
             *_migration(published, a100),
             *_movement(published, a100),
@@ -35,34 +33,21 @@ def mechanisms(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> S
     section.compare(
         "What the simulator plays",
         [
-            *_uneven(published, a100),
             *_one_large(published, a100),
             *_some_long(published, a100),
-            _growing(published, h100),
         ],
     )
     section.text(
-        f"All requests come at once, {pooled.REQUESTS} or as many as fill the copies' memory {pooled.FILLS} times; "
-        f"throughput is that until {pooled.DONE:.0%} of them have ended. Contexts of Infinite-LLM's traces are "
-        "log-normal with the mean and deviation of its Table 1, DistKV-LLM's are even over its ranges; up to half of a "
-        f"context, at most {pooled.OUTPUT} tokens, is generated. The papers state none of this. Copies lend each other "
-        "the blocks that they have free, and attend to what lies in them for the borrower."
+        f"All requests come at once, {pooled.REQUESTS} of them; throughput is that until {pooled.DONE:.0%} have ended. "
+        "Contexts of Infinite-LLM's traces are log-normal with the mean and deviation of its Table 1, DistKV-LLM's are "
+        f"even over its ranges; up to half of a context, at most {pooled.OUTPUT} tokens, is generated. The papers "
+        "state none of this. Copies lend each other the blocks that they have free, and attend to what lies in them "
+        "for the borrower."
     )
     section.table(
         "What the text says without numbers",
         ("figure", "published", "ours"),
-        [_recalled(published, a100), _shipped(a100), _helped(h100)],
-    )
-    _trade_off(section, cost_model(model_shapes.find("Llama-3-8B"), h100))
-    section.table(
-        "Not modelled yet",
-        ("figure", "published", "needs"),
-        [(row["figure"], row["published"], row["needs"]) for row in published["missing"]],
-    )
-    section.text(
-        "Nothing of ours stands beside these: in the runtime, as in the simulator, one replica computes a chunk of a "
-        "prompt. The runtime adds and removes replicas and memory workers while requests run; simulated pools do not "
-        "change."
+        [_shipped(a100)],
     )
     return section
 
@@ -86,28 +71,6 @@ def _longest(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Comp
             )
         )
     return rows
-
-
-def _short(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Comparison]:
-    """Decoding short contexts: several copies against one over all devices."""
-    setup, gains = published["short_contexts"], []
-    for row in setup["rows"]:
-        model, traffic = cost_model(model_shapes.find(row["model"]), a100), workload.of_context(setup["context"])
-        degree, copies = row["tensor_parallel"], row["instances"]
-        each, whole = (evaluate_group(model, devices, traffic) for devices in (degree, copies * degree))
-        assert each is not None and whole is not None
-        gains.append(100 * (copies * each.tokens_s / whole.tokens_s - 1))
-    return [
-        Comparison(
-            f"decoding at {setup['context']} tokens: copies over one TP group, four setups in one machine",
-            "%",
-            setup["source"],
-            tuple(setup["percent"]),
-            (min(gains), max(gains)),
-            "A group holds the weights once, which leaves more memory for a larger batch, and sums over NVLink take "
-            "little in ours; the paper's larger setups are groups over several machines.",
-        )
-    ]
 
 
 def _movement(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Comparison]:
@@ -157,30 +120,6 @@ def _instances(rows: Sequence[Mapping[str, Any]]) -> str:
     return " and ".join(map(str, counts))
 
 
-def _uneven(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Comparison]:
-    """Copies that lend each other memory over copies that do not, at the highest load of each."""
-    setup, ratios = published["uneven"], []
-    for trace, copies in product(setup["traces"], setup["instances"]):
-        deployment = _deployment(setup, a100, copies, 1)
-        requests = pooled.enough(deployment, trace["mean"])
-        contexts = pooled.lengths(trace["mean"], trace["deviation"], trace["longest"], requests)
-        alone, lending = (pooled.throughput(deployment, contexts, pooled=lends) for lends in (False, True))
-        ratios.append(lending / alone)
-    return [
-        Comparison(
-            f"copies that lend over copies that do not, {min(setup['instances'])} to {max(setup['instances'])}, "
-            "Traces 0 and 2",
-            "times",
-            setup["source"],
-            tuple(setup["times"]),
-            (min(ratios), max(ratios)),
-            "In ours, every copy has a queue and fills its memory itself: there is little to lend, and what is lent "
-            "must be attended to. The paper reads its from curves of latency below that load, and does not say at "
-            "which latency, nor how many copies there are.",
-        )
-    ]
-
-
 def _one_large(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Comparison]:
     setup = published["one_large"]
     ratios = []
@@ -227,67 +166,6 @@ _ONE_LARGE = (
 )
 
 
-def _recalled(published: Mapping[str, Any], a100: hardware.Hardware) -> tuple[str, str, str]:
-    """Debts of copies that are cleared, or stay until their requests end."""
-    setup = published["clearing"]
-    deployment = _deployment(setup, a100, setup["instances"], setup["tensor_parallel"])
-    contexts = pooled.ranges(setup["normal"], setup["longest"], setup["share"], pooled.REQUESTS)
-    first, second = pooled.recalled(deployment, contexts)
-    return (
-        setup["source"],
-        "with cycles of debt cleared, throughput is the same at first and higher later",
-        f"with {setup['share']:.0%} long requests {first:.2f} times the throughput without clearing in the first half, "
-        f"{second:.2f} times in the second: a copy borrows when it is full and lends while it is not, so that debts "
-        "seldom form cycles",
-    )
-
-
-def _growing(published: Mapping[str, Any], h100: hardware.Hardware) -> Comparison:
-    """Groups that take part by the end of a long prompt, counted where the simulator places its KV."""
-    setup = published["growing"]
-    joined = kv_parallel.joining(model_shapes.find(setup["model"]), h100, setup["prompt"], setup["groups"])
-    return Comparison(
-        f"groups that attend to a prompt of {setup['prompt'] // 1_000_000}M tokens by its end, joining one at a time",
-        "groups",
-        setup["source"],
-        setup["groups"],
-        len(set(joined)),
-        "",
-    )
-
-
-def _helped(h100: hardware.Hardware) -> tuple[str, str, str]:
-    better, all_pairs = kv_parallel.helped(cost_model(model_shapes.find("Llama-3-8B"), h100))
-    large = cost_model(model_shapes.find("Llama-3-70B"), h100)
-    growing, fixed = kv_parallel.steadiness(large, 2_000_000, 500_000)
-    return (
-        "Mnemosyne, Figures 18 and 19",
-        "more KV parallelism shortens both TTFT and TBT in most cases; groups that join keep chunks equally long",
-        f"both are shorter in {better} of {all_pairs} cases; in 2M tokens of Llama-3-70B the longest chunk takes "
-        f"{growing:.2f} times the mean with a group more for every 500K, {fixed:.2f} times with one group",
-    )
-
-
-def _trade_off(section: Section, model: CostModel) -> None:
-    """Mnemosyne's Figure 18: TTFT against TBT by chunk and groups."""
-    plot, plots = axes(2, 3.4)
-    for axis, prompt in zip(plots, (kv_parallel.PROMPTS[0], kv_parallel.PROMPTS[-1]), strict=True):
-        for groups in kv_parallel.GROUPS:
-            times = [kv_parallel.first_and_between(model, prompt, chunk, groups) for chunk in kv_parallel.CHUNKS]
-            label = f"{groups} group{'s' if groups > 1 else ''}"
-            axis.plot([one for one, _ in times], [1e3 * between for _, between in times], "-o", label=label)
-        axis.set(xscale="log", yscale="log", xlabel="TTFT (s)", title=f"{prompt // 1_000_000}M tokens, Llama-3-8B")
-    plots[0].set(ylabel="TBT behind a chunk (ms)")
-    plots[0].legend(fontsize=8, loc="upper right")
-    smallest, *_, largest = kv_parallel.CHUNKS
-    section.figure(
-        "trade-off",
-        f"As Mnemosyne's Figure 18, groups of 32 GPUs: chunks of {largest} tokens at the upper left end of a line, of "
-        f"{smallest} at the lower right one.",
-        plot,
-    )
-
-
 def _shipped(a100: hardware.Hardware) -> tuple[str, str, str]:
     model = cost_model(model_shapes.find("Llama-2-13B"), a100)
     shape = model.shape
@@ -304,18 +182,14 @@ def _shipped(a100: hardware.Hardware) -> tuple[str, str, str]:
 
 
 def _attention(published: Mapping[str, Any], a100: hardware.Hardware, h100: hardware.Hardware) -> list[Comparison]:
-    dist, divided, batching = (published[name] for name in ("dist_attention", "two_groups", "batching"))
+    dist, divided = (published[name] for name in ("dist_attention", "two_groups"))
     small = cost_model(model_shapes.find("Llama-3-8B"), h100)
-    server = Servers(small)
     thirteen, seventy = (cost_model(model_shapes.find(name), a100) for name in ("Llama-2-13B", "Llama-2-70B"))
     ratios = [100 * (_by_heads(thirteen, n, 4) / _by_tokens(thirteen, n, 4, 1) - 1) for n in dist["contexts"]]
     slower = [100 * (_by_tokens(seventy, n, 2, 4) / _by_heads(seventy, n, 8) - 1) for n in divided["contexts"]]
     chunks = published["small_chunks"]
     million = 1_000_000
     small_chunk, large_chunk = (_prefill_attention(small, million, chunks[size]) for size in ("small", "large"))
-    delay = published["head_of_line"]
-    longest_step = server.ttft(million, 4096) - server.ttft(million - 4096, 4096)
-    mixed = _mixed_step(small, batching["chunk"], batching["batch"]) / _mixed_step(small, batching["chunk"], 0)
     gpus = published["gpus_for_30_s"]
     rows = [
         Comparison(
@@ -344,23 +218,6 @@ def _attention(published: Mapping[str, Any], a100: hardware.Hardware, h100: hard
             100 * (small_chunk / large_chunk - 1),
             "Ours rounds a chunk up to tiles of 128 rows, of which 32 use a quarter, and launches a kernel for each; "
             "no measured kernel had such chunks.",
-        ),
-        Comparison(
-            "delay of others behind a 1M prompt, one chunk of 4096",
-            "ms",
-            delay["source"],
-            delay["ms"],
-            1e3 * longest_step / delay["stages"],
-            f"Ours is the last chunk's time on one of {delay['stages']} pipeline stages; the paper does not say what "
-            "else its figure contains.",
-        ),
-        Comparison(
-            f"step with {batching['batch']} decodes over one without, chunk of {batching['chunk']}, less 1",
-            "%",
-            batching["source"],
-            tuple(batching["percent"]),
-            100 * (mixed - 1),
-            "The paper does not say how long the decoding sequences are; ours have 1024 tokens.",
         ),
     ]
     for row in gpus["rows"]:
@@ -420,10 +277,3 @@ def _prefill_attention(model: CostModel, prompt: int, chunk: int) -> float:
     starts = range(0, prompt, chunk)
     sizes = [min(chunk, prompt - start) for start in starts]
     return float(model.chunk_attention_seconds(sizes, list(starts), 8).sum())
-
-
-def _mixed_step(model: CostModel, chunk: int, decodes: int) -> float:
-    """A step of a server: a chunk late in a prompt of a million tokens, and decoding sequences of 1024 tokens."""
-    attention = float(model.chunk_attention_seconds(chunk, 1_000_000 - chunk, 8))
-    attention += float(model.attention_seconds(decodes * 1024, decodes, 1 / 8)) if decodes else 0.0
-    return float(model.pass_seconds(chunk + decodes, 8)) + model.shape.layers * attention

@@ -2,17 +2,14 @@
 
 A ``Lender`` is one copy of the weights. When its own blocks are used up, its sequences use free blocks of other copies,
 which run the attention over them. Otherwise it is the baseline ``Instance``: whole prompts first, paged KV, continuous
-batching. The runtime's own balancing policies (``lamina.kv.balancing``) periodically select KV to move. A request's own
-copy computes its prompt. Moves take no time, since they overlap with later steps.
+batching. A request's own copy computes its prompt. No KV moves.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 
 from bench.cost.transfers import send_recv_seconds
-from lamina.kv.balancing import HeldTokens, Load, Policy, Proposal, View, clear_cycles
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.simulate import Arrivals, Deployment, State, System
@@ -28,9 +25,6 @@ OUTPUT = 256
 
 OWN = 0.01
 """Share of an engine's blocks that it neither lends nor fills with new requests."""
-
-LOOK_S = 1.0
-"""Seconds between looks of a policy."""
 
 
 class Lender(Instance):
@@ -92,17 +86,6 @@ class Lender(Instance):
             lender.free += blocks
         self.free += sequence.blocks - away.total()
         sequence.blocks = 0
-
-    def move(self, sequence: Running, source: "Lender", target: "Lender", blocks: int) -> None:
-        """Move at most ``blocks`` blocks of a sequence from one engine to another with free blocks."""
-        away = self.away.setdefault(sequence, Counter())
-        held = sequence.blocks - away.total() if source is self else away[source]
-        blocks = min(blocks, held, target.free)
-        source.free += blocks
-        target.free -= blocks
-        away[source] -= blocks if source is not self else 0
-        away[target] += blocks if target is not self else 0
-        self.away[sequence] = +away
 
     def borrowed(self, lender: "Lender") -> int:
         """Blocks of this engine's sequences on another."""
@@ -167,45 +150,8 @@ class Lender(Instance):
         return 2 * shape.layers * float(send_recv_seconds(self._cost, nbytes))
 
 
-def view(lenders: Sequence[Lender]) -> View:
-    """Return the view for a balancing policy; engines are named by their numbers."""
-    names = {one: str(number) for number, one in enumerate(lenders)}
-    tokens, held = dict.fromkeys(lenders, 0), []
-    for home in lenders:
-        for sequence in home.running:
-            away = home.away.get(sequence, Counter[Lender]())
-            for place, blocks in [(home, sequence.blocks - away.total()), *away.items()]:
-                tokens[place] += BLOCK * blocks
-                held.append(HeldTokens(str(sequence.index), names[place], names[home], BLOCK * blocks))
-    token_s = lenders[0].attention(10**6, 1) / 10**6
-    loads = {
-        names[one]: Load(BLOCK * one.blocks, BLOCK * one.spare, len(one.running), tokens[one], token_s)
-        for one in lenders
-    }
-    return View(loads, held, lenders[0].dense)
-
-
-def follow(lenders: Sequence[Lender], proposals: Sequence[Proposal]) -> None:
-    """Move what a policy wants moved."""
-    for proposal in proposals:
-        source, target = lenders[int(proposal.source)], lenders[int(proposal.targets[0])]
-        for home in lenders:
-            for sequence in home.running:
-                if str(sequence.index) == proposal.request:
-                    home.move(sequence, source, target, proposal.tokens // BLOCK)
-
-
-class Recall:
-    """DistKV-LLM's clearing of debts (DGFM), of all moves of its ledger."""
-
-    def propose(self, view: View) -> list[Proposal]:
-        return clear_cycles(view, {one: load.free for one, load in view.loads.items()}, set())
-
-
 class Pooled(BaselineSimulation):
-    """Lenders that all lend to each other. ``policy`` selects moves; None: no KV moves."""
-
-    policy: Policy | None = None
+    """Lenders that all lend to each other."""
 
     def _instances(self, cost: CostModel, count: int, chunked: bool) -> list[Instance]:
         deployment = self._deployment
@@ -214,20 +160,16 @@ class Pooled(BaselineSimulation):
         self.lenders = [Lender(cost, degree, seats, rows) for _ in range(count)]
         for one in self.lenders:
             one.others = [other for other in self.lenders if other is not one]
-        self._look_s = 0.0
         return list(self.lenders)
 
     def _end(self, instance: Instance, batch: Batch, seconds: float, now: float) -> None:
-        if self.policy is not None and now >= self._look_s:
-            self._look_s = now + LOOK_S
-            follow(self.lenders, self.policy.propose(view(self.lenders)))
         super()._end(instance, batch, seconds, now)
         for other in self._first:  # it may wait for what has just become free
             self._begin(other, now)
 
 
-REQUESTS, FILLS = 200, 3
-"""Requests of a run; and at least so many that their contexts fill the memory of all copies so many times."""
+REQUESTS = 200
+"""Requests of a run."""
 
 DONE = 0.7
 """Share of the requests that end while engines are full: throughput is that until then."""
@@ -247,21 +189,11 @@ def ranges(normal: int, longest: int, share: float, requests: int, seed: int = 1
     return np.where(long, random.integers(normal, longest, requests), random.integers(2, normal, requests))
 
 
-def enough(deployment: Deployment, mean: float) -> int:
-    """Return a number of requests of ``mean`` tokens that keeps all copies' memory full for long."""
-    model = deployment.compute_cost
-    free = deployment.tensor_parallel * model.usable_bytes - model.shape.weight_bytes
-    held = deployment.replicas * free / model.shape.kv_bytes_per_token
-    return max(REQUESTS, round(FILLS * held / mean))
-
-
-def ends(deployment: Deployment, contexts: Ints, pooled: bool, policy: Policy | None = None) -> Floats:
+def ends(deployment: Deployment, contexts: Ints, pooled: bool) -> Floats:
     """Return the end times of requests that all arrive at once, in order."""
     output = np.minimum(OUTPUT, contexts // 2)
     arrivals = Arrivals(np.zeros(len(contexts)), contexts - output, output)
     run = (Pooled if pooled else BaselineSimulation)(System.TENSOR_PARALLEL, deployment, arrivals, ())
-    if isinstance(run, Pooled):
-        run.policy = policy
     log = run.simulate().log
     assert log.count(State.FINISHED) == len(contexts), f"{log.count(State.REFUSED)} requests do not fit"
     return np.sort(log.end_s)
@@ -271,12 +203,3 @@ def throughput(deployment: Deployment, contexts: Ints, pooled: bool) -> float:
     """Requests per second while there are more than engines can take: until ``DONE`` of them have ended."""
     last = int(DONE * len(contexts)) - 1
     return (last + 1) / float(ends(deployment, contexts, pooled)[last])
-
-
-def recalled(deployment: Deployment, contexts: Ints) -> tuple[float, float]:
-    """Requests per second with debts cleared over those without, in the first and the second half of that time."""
-    last = int(DONE * len(contexts)) - 1
-    runs = (ends(deployment, contexts, pooled=True, policy=policy) for policy in (None, Recall()))
-    without, cleared = (np.array([one[last // 2], one[last] - one[last // 2]]) for one in runs)
-    gains = without / cleared
-    return float(gains[0]), float(gains[1])
