@@ -210,26 +210,24 @@ class Metrics:
         yield GaugeMetricFamily("lamina_up", "1 while the engine runs, 0 once it has stopped.", int(stats.dead is None))
         yield GaugeMetricFamily("lamina_requests_running", "Requests admitted and not finished.", stats.running)
         yield GaugeMetricFamily("lamina_requests_waiting", "Requests waiting to be admitted.", stats.waiting)
-        yield CounterMetricFamily(
-            "lamina_steps", "Steps completed, including those that only release sequences.", stats.steps
-        )
-        yield CounterMetricFamily(
-            "lamina_preemptions", "Requests whose KV was dropped, to be computed again later.", stats.preempted
-        )
-        yield CounterMetricFamily(
-            "lamina_recoveries", "Losses of workers after which the engine continued.", stats.recoveries
-        )
-        yield CounterMetricFamily(
-            "lamina_tokens_recomputed", "Tokens computed again because a worker was lost.", stats.recomputed
-        )
-        yield CounterMetricFamily(
-            "lamina_prefix_cache_queries", "Tokens of requests looked up in the prefix cache.", stats.prefix_queries
-        )
-        yield CounterMetricFamily(
-            "lamina_prefix_cache_hits", "Tokens found in the prefix cache, and so not computed.", stats.prefix_hits
-        )
-        yield CounterMetricFamily("lamina_kv_tokens_spilled", "Tokens whose KV was copied to a disk.", stats.spilled)
-        yield CounterMetricFamily("lamina_kv_tokens_fetched", "Tokens whose KV came back from a disk.", stats.fetched)
+        for name, help_text, count in (
+            ("steps", "Steps completed, including those that only release sequences.", stats.steps),
+            ("preemptions", "Requests whose KV was dropped, to be computed again later.", stats.preempted),
+            ("recoveries", "Losses of workers after which the engine continued.", stats.recoveries),
+            ("tokens_recomputed", "Tokens computed again because a worker was lost.", stats.recomputed),
+            ("prefix_cache_queries", "Tokens of requests looked up in the prefix cache.", stats.prefix_queries),
+            ("prefix_cache_hits", "Tokens found in the prefix cache, and so not computed.", stats.prefix_hits),
+            ("kv_tokens_spilled", "Tokens whose KV was copied to a disk.", stats.spilled),
+            ("kv_tokens_fetched", "Tokens whose KV came back from a disk.", stats.fetched),
+        ):
+            yield CounterMetricFamily(f"lamina_{name}", help_text, count)
+        yield from self._memory(stats)
+        yield from self._workers(stats)
+        yield from self._roles(stats)
+        yield from self._scaling(stats)
+        yield from self._links(stats)
+
+    def _memory(self, stats: EngineStats) -> Iterator[Metric]:
         yield GaugeMetricFamily(
             "lamina_kv_imbalance",
             "Token slots in use on the fullest memory worker over the mean of all.",
@@ -257,6 +255,8 @@ class Metrics:
             cached.add_metric([worker], memory.cached)
             slots.add_metric([worker], memory.capacity)
         yield from (used, cached, slots)
+
+    def _workers(self, stats: EngineStats) -> Iterator[Metric]:
         workers = GaugeMetricFamily(
             "lamina_workers",
             "1 for every worker, by its state: serving, joining or leaving.",
@@ -265,8 +265,8 @@ class Metrics:
         for worker, state in stats.workers.items():
             workers.add_metric([worker, state], 1)
         yield workers
-        yield from self._roles(stats)
-        yield from self._scaling(stats)
+
+    def _links(self, stats: EngineStats) -> Iterator[Metric]:
         links = GaugeMetricFamily(
             "lamina_links",
             "Pairs of workers, by transport and the reason for its choice.",
