@@ -48,7 +48,6 @@ FULL = 0.9  # of all token slots in use: new requests then wait for slots rather
 
 def install(app: FastAPI, engine: Runtime, metrics: Metrics, closing: asyncio.Event) -> None:
     """Add the routes to ``app``. ``closing``: set once the server stops, which ends the streams of dashboards."""
-    feed = Feed(engine, metrics)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
@@ -91,6 +90,12 @@ def install(app: FastAPI, engine: Runtime, metrics: Metrics, closing: asyncio.Ev
         """Return the number of requests that the engine has, running or waiting."""
         stats = await asyncio.to_thread(engine.stats)
         return JSONResponse({"server_load": stats.running + stats.waiting})
+
+    _install_dashboard(app, engine, metrics, closing)
+
+
+def _install_dashboard(app: FastAPI, engine: Runtime, metrics: Metrics, closing: asyncio.Event) -> None:
+    feed = Feed(engine, metrics)
 
     @app.get(STATE_PATH, include_in_schema=False)
     async def state() -> Response:
