@@ -1,7 +1,8 @@
 """Loads a compute worker's part of the model: splits the model, divides it among stages, and loads the weights."""
 
+import contextlib
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
@@ -59,7 +60,7 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
     if setup.quantization != "none":
         _check_quantization(place, prepared, setup.quantization, form.names, control.device)
     device.limit(setup.gpu_share)
-    try:
+    with _explained_shortage(control.device, setup):
         loaded = tensors.load(
             place,
             part.weights,
@@ -78,14 +79,6 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
         runner = device.runner(part, loaded, ranks.reduce if setup.ranks > 1 else None, activations)
         draws, own = min(setup.rows, setup.sequences), shards.of_rank(setup.ranks).count
         runner.reserve(setup.rows, draws, own)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ConfigError(
-            f"{control.device} has too little memory for the weights and a step of {setup.rows} rows, "
-            f"{setup.sequences} of which draw tokens: {error}. Lower max_num_batched_tokens or max_num_seqs, raise "
-            "gpu_memory_utilization, or use a GPU with more memory"
-        ) from error
     control.send(
         ModelLoaded(
             list(prepared.lowered.whole),
@@ -99,6 +92,21 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
         )
     )
     return runner, shards
+
+
+@contextlib.contextmanager
+def _explained_shortage(device: str, setup: ComputeSetup) -> Iterator[None]:
+    """Raise ConfigError in place of an error that means that memory is short."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"{device} has too little memory for the weights and a step of {setup.rows} rows, "
+            f"{setup.sequences} of which draw tokens: {error}. Lower max_num_batched_tokens or max_num_seqs, raise "
+            "gpu_memory_utilization, or use a GPU with more memory"
+        ) from error
 
 
 def _activation_dtype(setup: ComputeSetup, device: Device, loaded: Mapping[str, Weight]) -> ActivationDType:
