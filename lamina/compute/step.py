@@ -58,7 +58,7 @@ class Replica:
 
 
 class StepRun:
-    """Runs this worker's slices of one step: call ``run`` once per slice, when messages of ``awaited`` have arrived.
+    """Runs this worker's slices of one step: call ``run_slice`` for each, once messages of ``awaited`` have arrived.
 
     Attributes:
         tokens: The step's token ids, known once this worker's first slice has run.

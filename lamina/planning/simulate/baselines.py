@@ -40,7 +40,7 @@ class System(enum.Enum):
 
 
 class BaselineSimulation:
-    """One run of a system other than Lamina. ``run`` is called once."""
+    """One run of a system other than Lamina. ``simulate`` is called once."""
 
     def __init__(self, system: System, deployment: Deployment, arrivals: Arrivals, faults: Sequence[Fault]) -> None:
         """Raise ConfigError for a deployment that the system cannot use."""

@@ -84,7 +84,7 @@ class _Drawn(list[int]):
 
 
 class Simulation:
-    """One run. ``run`` is called once."""
+    """One run. ``simulate`` is called once."""
 
     def __init__(self, deployment: Deployment, arrivals: Arrivals, faults: Sequence[Fault], recorded: int) -> None:
         """Raise ConfigError for an impossible deployment."""
