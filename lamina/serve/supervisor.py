@@ -60,7 +60,7 @@ KILL_S = 5.0
 class Supervisor:
     """Runs the engine of a server, and starts it again when its process ends; in a thread of its own.
 
-    ``frontend_processes.Owner`` describes most attributes; ``restarted`` counts engines after the first.
+    ``frontend_processes.Owner`` describes the attributes.
     """
 
     def __init__(self, config: EngineConfig, folder: Path, frontends: Callable[[], Collection[str]]) -> None:
@@ -74,7 +74,7 @@ class Supervisor:
         self.serving: Serving | None = None
         self.dead: str | None = None
         self.gave_up = False
-        self.beats = self.restarted = 0
+        self.beats = 0
         self.lost_frontends: dict[str, str] = {}
         self._settings = plain_values(config)
         self._folder = folder
@@ -226,7 +226,6 @@ class Supervisor:
             self._workers.kill()
             self._workers = LocalWorkers()
         log.warning("engine: %s; another one takes over the workers", how)
-        self.restarted += 1
         self._closing.wait(max(0.0, at - time.monotonic()))
 
     def _give_up(self, why: str) -> None:
