@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from lamina.core.outputs import Logprob
-from lamina.engine.updates import RequestUpdate
+from lamina.engine.updates import CompletionUpdate, RequestUpdate
 from lamina.serve.http_errors import APIError
 from lamina.serve.requests import GenerationRequest
 from lamina.text.answer_reader import AnswerReader
-from lamina.text.detokenizer import named
+from lamina.text.detokenizer import Position, named
 from lamina.text.tokenizer import Tokenizer
 from lamina.text.tool_calls import CallArguments, CallBegins, Content, Event, Reasoning
 
@@ -80,60 +80,69 @@ class Sent:
         ``most``: most tokens in one piece; None: one piece per completion.
         """
         for completion in update.completions:
-            choice = prompt * self._n + completion.index
-            ends = completion.finish_reason is not None and choice not in self._ended
-            begins = choice not in self._begun
-            prefix = self._echo[prompt] if begins and self._echo else ""
-            first = prefix if begins and self._wanted.echo_logprobs else None
-            self._offsets.setdefault(choice, 0 if first is None else len(first))
-            of_prompt = completion.prompt_logprobs or []
-            texts, positions = completion.texts, completion.logprobs
-            scored: Sequence[list[Logprob]] = ()
-            likely = self._wanted.params.logprobs
-            kept = None if likely is None else 1 + likely  # the prompt's may have more
-            if self._wanted.echo_logprobs:
-                texts = [*(position.text for position in of_prompt), *texts]
-                positions = [*of_prompt, *(positions or [])]
-            echoed = len(texts) - len(completion.texts)
-            if self._wanted.prompt_logprobs:
-                scored = [named(position, self._tokenizer) for position in of_prompt]
-            size = most or max(1, len(texts))
-            for start in range(0, max(1, len(texts)), size):
-                stop = start + size
-                last = stop >= len(texts)
-                rest = completion.rest if last else ""
-                text = prefix + "".join(texts[start:stop]) + rest
-                own = slice(max(start - echoed, 0), max(stop - echoed, 0))
-                token_ids = completion.token_ids[own]
-                logprobs, offsets = None, list[int]()
-                if positions is not None:
-                    logprobs = [named(each, self._tokenizer)[:kept] for each in positions[start:stop]]
-                    for position in positions[start:stop]:
-                        offsets.append(self._offsets[choice])
-                        self._offsets[choice] += len(position.text)
-                if text or logprobs or (ends and last) or (self._wanted.token_ids and token_ids):
-                    reason = completion.finish_reason.value if completion.finish_reason and ends and last else None
-                    yield Piece(
-                        choice,
-                        text,
-                        logprobs,
-                        offsets,
-                        reason,
-                        completion.stop_reason if last else None,
-                        first,
-                        token_ids,
-                        begins,
-                        scored,
-                        [""] * self._silent.pop(choice, 0) + completion.texts[own],
-                        rest,
-                    )
-                    self._begun.add(choice)
-                    begins, scored = False, ()
-                    prefix, first = "", None
-                else:
-                    self._silent[choice] += len(token_ids)
-            if ends:
-                self._ended.add(choice)
+            yield from self._advance_choice(prompt, completion, most)
+
+    def _advance_choice(self, prompt: int, completion: CompletionUpdate, most: int | None) -> Iterator[Piece]:
+        choice = prompt * self._n + completion.index
+        ends = completion.finish_reason is not None and choice not in self._ended
+        begins = choice not in self._begun
+        prefix = self._echo[prompt] if begins and self._echo else ""
+        first = prefix if begins and self._wanted.echo_logprobs else None
+        self._offsets.setdefault(choice, 0 if first is None else len(first))
+        of_prompt = completion.prompt_logprobs or []
+        texts, positions = completion.texts, completion.logprobs
+        scored: Sequence[list[Logprob]] = ()
+        likely = self._wanted.params.logprobs
+        kept = None if likely is None else 1 + likely  # the prompt's may have more
+        if self._wanted.echo_logprobs:
+            texts = [*(position.text for position in of_prompt), *texts]
+            positions = [*of_prompt, *(positions or [])]
+        echoed = len(texts) - len(completion.texts)
+        if self._wanted.prompt_logprobs:
+            scored = [named(position, self._tokenizer) for position in of_prompt]
+        size = most or max(1, len(texts))
+        for start in range(0, max(1, len(texts)), size):
+            stop = start + size
+            last = stop >= len(texts)
+            rest = completion.rest if last else ""
+            text = prefix + "".join(texts[start:stop]) + rest
+            own = slice(max(start - echoed, 0), max(stop - echoed, 0))
+            token_ids = completion.token_ids[own]
+            logprobs, offsets = None, list[int]()
+            if positions is not None:
+                logprobs = [named(each, self._tokenizer)[:kept] for each in positions[start:stop]]
+                offsets = self._advance_offset(choice, positions[start:stop])
+            if text or logprobs or (ends and last) or (self._wanted.token_ids and token_ids):
+                reason = completion.finish_reason.value if completion.finish_reason and ends and last else None
+                yield Piece(
+                    choice,
+                    text,
+                    logprobs,
+                    offsets,
+                    reason,
+                    completion.stop_reason if last else None,
+                    first,
+                    token_ids,
+                    begins,
+                    scored,
+                    [""] * self._silent.pop(choice, 0) + completion.texts[own],
+                    rest,
+                )
+                self._begun.add(choice)
+                begins, scored = False, ()
+                prefix, first = "", None
+            else:
+                self._silent[choice] += len(token_ids)
+        if ends:
+            self._ended.add(choice)
+
+    def _advance_offset(self, choice: int, positions: Sequence[Position]) -> list[int]:
+        """Return the offset of each token in the choice's text, and advance to the end of the last one."""
+        offsets = list[int]()
+        for position in positions:
+            offsets.append(self._offsets[choice])
+            self._offsets[choice] += len(position.text)
+        return offsets
 
 
 @dataclass
