@@ -238,11 +238,11 @@ def _print(result: "Result", deployment: "Deployment", trace: Path, lost: bool, 
     if result.tokens:
         print_table(_pools(result))
     if (decisions := result.decisions) is not None and decisions.steps:
-        seconds = sum(decisions.seconds.values())
+        step_s = sum(decisions.seconds.values()) / decisions.steps
         output().print(
-            f"On this machine, the engine's decisions took {seconds / decisions.steps * 1e6:.0f} us per step with "
-            f"{decisions.rows / decisions.steps:.0f} sequences: {seconds / result.seconds:.1%} of one core for this "
-            "load.",
+            f"On this machine, the engine's decisions took {step_s * 1e6:.0f} us per step with "
+            f"{decisions.rows / decisions.steps:.0f} sequences: {step_s * result.steps / result.seconds:.1%} of one "
+            "core for this load.",
             style="dim",
             soft_wrap=True,
         )

@@ -417,6 +417,13 @@ class Placement:
         self._roomiest.clear()
         return True
 
+    def steps_of_room(self, rows: Mapping[str, int]) -> int:
+        """Return for how many steps with so many new tokens, by worker, no worker is about to run out of slots."""
+        return min(
+            (self.left(worker) + self.returning[worker] - AHEAD * self.sequences[worker]) // tokens
+            for worker, tokens in rows.items()
+        )
+
     def shortages(self, workers: Mapping[str, int]) -> dict[str, int]:
         """Return which of these workers are about to run out of slots, and how many slots they lack for growth."""
         short = {}

@@ -234,9 +234,9 @@ class Admissions:
         if self._reserved is not None and not self._reserved.workers.isdisjoint(self._placement.touching([worker])):
             self._reserved = None
 
-    def step_completed(self) -> None:
-        """Count a completed step, in which skipped requests have waited."""
-        self._steps += 1
+    def steps_completed(self, steps: int) -> None:
+        """Count completed steps, in which skipped requests have waited."""
+        self._steps += steps
         if self._exhausted and self._skipped and (self._may_pass or self._is_overdue):
             self._exhausted = False
 

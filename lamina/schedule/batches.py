@@ -1,6 +1,7 @@
 """The sequences of one lane that provide rows of its next step: those that decode, and those with prompts. Pure."""
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Mapping
 
@@ -36,6 +37,7 @@ class DecodeBatch:
         self._members: dict[int, Owner] | None = {}  # None: a sequence has joined or left
         self._sequences: list[int] = []
         self._offsets: list[int] = []
+        self._changes_at: int | None = None  # the earliest of ``_leaving`` and ``_full``; None: one was added
         self._resumed: set[int] = set()  # sequences resumed since the last step, whose last token is known
 
     def __contains__(self, sequence: int) -> bool:
@@ -56,6 +58,7 @@ class DecodeBatch:
             self._owners[completion.sequence] = group, completion
             self._joined[completion.sequence] = position - self.steps
             self._leaving.setdefault(self.steps + rows, []).append(completion.sequence)
+            self._changes_at = None
             self._settle(completion, position, holding(completion.segments, position).tokens[0])
             self._members = None
 
@@ -97,6 +100,7 @@ class DecodeBatch:
         """Let the segment of a sequence grow for ``steps`` more steps."""
         self._ends[sequence] = self.steps + steps
         self._full.setdefault(self.steps + steps, []).append(sequence)
+        self._changes_at = None
 
     def full(self) -> list[Owner]:
         """Return the sequences whose segments are full. The caller calls ``begin_segment`` or ``postpone`` for each."""
@@ -127,6 +131,13 @@ class DecodeBatch:
         """Remove sequences whose last token planned steps draw. Call before using ``workers`` or ``rows``."""
         for sequence in self._leaving.pop(self.steps, ()):
             self.leave(sequence)
+
+    @property
+    def unchanged_steps(self) -> int:
+        """Number of further steps with the same sequences, of which none ends a segment; there must be a sequence."""
+        if self._changes_at is None or self._changes_at < self.steps:
+            self._changes_at = min(itertools.chain(self._leaving, self._full))
+        return self._changes_at - self.steps
 
     def rows(self, still_drawn: bool) -> DecodeRows:
         """Return the rows of the lane's next step. ``still_drawn``: the previous step is in flight, so that its tokens

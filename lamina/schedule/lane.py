@@ -84,6 +84,23 @@ class Lane:
                 self.scratch.end(planned.prompted[chunk.draws[0]][0])
         return planned
 
+    @property
+    def unchanged_steps(self) -> int:
+        """Number of further steps that would only be the last one again, each sequence a token further."""
+        waiting = self.dealt or self.prompts or self.prompted or self.prompts_run or self.due or self.chosen
+        leaving = self.finished or self.ending or self.grown or self.histories or self.stepping
+        if waiting or leaving or not self.in_flight:
+            return 0
+        members = self.decoding.members
+        alike = all(one.decoding is members and one.plan.runs and not one.plan.chunks for one in self.in_flight)
+        return self.decoding.unchanged_steps if alike and members else 0
+
+    def repeat(self, steps: int, attentions: int) -> None:
+        """Record that ``steps`` of ``unchanged_steps`` were planned and have completed. ``attentions``: of a step."""
+        self.decoding.steps += steps
+        self.completed += steps
+        self.turn += steps * attentions
+
     def rows(self, most: int) -> tuple[DecodeRows, list[SequenceStep], dict[int, Owner]]:
         """Return the decoding rows and chunks of the next step, at most ``most`` rows, and the owners of the tokens
         that chunks draw."""

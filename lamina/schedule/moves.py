@@ -131,9 +131,9 @@ class Moves:
 
     # -- the beginning ------------------------------------------------------------------------------------------
 
-    def step_completed(self) -> None:
-        """Add one step's worth of tokens to the move budget, which never exceeds one move."""
-        self._credit = min(self._credit + TOKENS_PER_STEP, MOST_TOKENS)
+    def steps_completed(self, steps: int) -> None:
+        """Add the tokens of completed steps to the move budget, which never exceeds one move."""
+        self._credit = min(self._credit + steps * TOKENS_PER_STEP, MOST_TOKENS)
 
     def may_begin(self, source: str) -> bool:
         """True if the budget allows another move. It does not apply while nothing runs, or if the source is closed."""

@@ -505,14 +505,39 @@ class Scheduler:
         if not planned.plan.runs:
             return {}
         own.completed += 1
-        self._admissions.step_completed()
-        self.moves.step_completed()
+        self._admissions.steps_completed(1)
+        self.moves.steps_completed(1)
         if own.finished:
             self._retire(own)
         if (lender := planned.borrowed) is not None:
             lender.lent -= 1
             self._retire(self._lanes[lender.lane])
         return planned.drawn(own.decoding.members)
+
+    def decoding(self, lane: int) -> Mapping[int, Owner]:
+        """Return the owners of a lane's decoding sequences; the same object until one joins or leaves."""
+        return self._lanes[lane].decoding.members
+
+    def unchanged_steps(self, lane: int) -> int:
+        """Return how many further steps of a lane would only be its last one again, unless a request arrives or another
+        lane's plan ends them. Lanes that share a memory worker divide its free slots."""
+        placement, own = self.placement, self._lanes[lane]
+        if self.waiting or self._deals_again or self._recall or self.moves.in_progress:
+            return 0
+        if placement.stalled or placement.closed or any(placement.idle.values()):
+            return 0
+        if not (steps := own.unchanged_steps):
+            return 0
+        return max(0, min(steps, placement.steps_of_room(own.decoding.workers) // len(self._lanes)))
+
+    def repeat(self, lane: int, steps: int) -> None:
+        """Record that ``steps`` of ``unchanged_steps`` were planned and have completed."""
+        own = self._lanes[lane]
+        if not self.placement.grow({worker: steps * rows for worker, rows in own.decoding.workers.items()}):
+            raise AssertionError(f"{steps} steps of lane {lane} do not fit the memory workers")
+        own.repeat(steps, self._attentions)
+        self._admissions.steps_completed(steps)
+        self.moves.steps_completed(steps)
 
     @property
     def prompts_s(self) -> float:

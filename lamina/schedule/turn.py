@@ -256,6 +256,20 @@ class Turn:
             self._chooser.note_step(done.rows, len(plan.decoding.sequences), done.busy_s, done.waited_s)
         return self.scheduler.complete(plan.lane, plan.step)
 
+    def unchanged_steps(self, lane: int) -> int:
+        """Return how many further steps of a lane, behind ``DEPTH`` in flight, would only be its last one again until
+        a request arrives or another lane's step completes. 0 if the times of steps are learned from."""
+        learns = any(one is not None for one in (self._pace, self._balancing, self._chooser))
+        if learns or self._suspects.searching or self.is_paused or self._pipeline.role(lane) != "both":
+            return 0
+        return self.scheduler.unchanged_steps(lane) if self.scheduler.in_flight(lane) == DEPTH else 0
+
+    def repeat(self, lane: int, steps: int, busy_s: float) -> None:
+        """Record ``steps`` of ``unchanged_steps`` of a lane without their plans. Steps in flight stand for those that
+        are in flight now. ``busy_s``: seconds that compute workers have spent in their slices."""
+        self.busy_s += busy_s
+        self.scheduler.repeat(lane, steps)
+
     def _sharers(self, lane: int) -> int:
         """Return the number of decode lanes, ``lane`` included, whose slices one replica runs in turn."""
         replicas = self._pipeline.replicas

@@ -153,7 +153,7 @@ class Waiting(RuleBasedStateMachine):
         """Admit what fits after so many steps. Nobody passes an earlier request of its own client that asks for the
         same."""
         for _ in range(steps):
-            self.admissions.step_completed()
+            self.admissions.steps_completed(1)
         if shares and self.admissions.may_share:
             self._share()
         for group in self.admissions.deal(self.seats, open_lanes.__contains__):

@@ -145,8 +145,8 @@ class Decisions:
     """CPU time of the engine's decisions on the machine that runs the simulation.
 
     Attributes:
-        steps: Planned steps.
-        rows: Planned rows.
+        steps: Planned steps, without those that repeat a planned one (``lamina.planning.simulate.repeats``).
+        rows: Planned rows of these steps.
         seconds: CPU seconds by kind of decision.
     """
 

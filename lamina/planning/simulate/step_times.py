@@ -1,7 +1,7 @@
 """Predicts how long a simulated step's slices, attentions and messages take."""
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,6 +15,9 @@ from lamina.planning.simulate.scenario import Deployment, Ints
 
 Places = Sequence[tuple[int, int, int | None]]
 """The memory worker, first token and end of each segment of a sequence, by ascending token."""
+
+_AT_ONCE = 64
+"""Later steps whose attention is predicted in one call: a call takes as long for one step as for many."""
 
 _BEFORE_ATTENTION = ("input_layernorm", "attn_pre_proj", "attn_rope")
 """Operators of a layer that slice k runs before attention k; the others follow it."""
@@ -106,12 +109,12 @@ class StepModel(_Model):
         self.latency_s = memory.fits.runtime.round_trip_s / 2
         lengths = np.arange(deployment.max_num_batched_tokens + 1)
         self._chunk_s: list[float] = compute.chunk_attention_seconds(lengths, 0, tp).tolist()
-        token_s, attend_s = memory.attention_line(lengths)
+        self._token_s, attend_s = memory.attention_line(lengths)
         self._shares = _native.DecodeShares(
             deployment.memory_workers,
             (self._kept_bytes + self._asked_bytes) * self._memory_byte_s,
             self._asked_bytes * self._memory_byte_s,
-            token_s,
+            self._token_s,
             attend_s.tolist(),
         )
 
@@ -129,16 +132,9 @@ class StepModel(_Model):
             chunks = [pair for pair in chunks if attends_locally(pair[0])]
             starts = starts + [chunk.start for chunk, _ in singles]
             homes = np.append(homes, [home for _, home in singles])
-        rows = draws = asked = len(starts)
-        if split:  # a row for each worker; K and V of the token count at each of them
-            starts, others = list(starts), []
-            for place, sequence in enumerate(plan.decoding.sequences):
-                if (own := split.get(sequence)) is not None:
-                    starts[place] -= own.elsewhere
-                    starts += own.tokens
-                    others += own.homes
-            homes = np.append(homes, np.array(others, np.int64))
-            asked = len(starts)
+        rows = draws = len(starts)
+        starts, homes = self._rows_of(plan.decoding.sequences, starts, homes, split)
+        asked = len(starts)
         chunks_s = 0.0
         more: list[tuple[int, float, float, float]] = []
         for chunk, home in chunks:
@@ -162,9 +158,31 @@ class StepModel(_Model):
                         asked += length
                         more.append((place, there, self._prefix_seconds(length, prefix), there))
         shares = self._shares.of(homes, starts, more)
+        return rows, self._step_times(rows, draws, asked, chunks_s, shares)
+
+    def repeated(
+        self, plan: StepPlan, homes: Ints, split: Mapping[int, SplitSequence]
+    ) -> Callable[[int], _native.StepTimes]:
+        """Return a function from a number of steps to the times of the step that follows ``plan``, which has no chunks,
+        after so many steps. The other arguments are those of ``times``."""
+        decoding = plan.decoding
+        starts, homes_of_rows = self._rows_of(decoding.sequences, decoding.starts, homes, split)
+        shares = self._shares.of(homes_of_rows, starts, []).tuples()
+        rows, asked = len(decoding.starts), len(starts)
+        grown = (np.bincount(homes, minlength=1 + int(homes_of_rows.max())) * self._token_s).tolist()
+
+        def after(steps: int) -> _native.StepTimes:
+            later = [(place, begin, attends + steps * grown[place], end) for place, begin, attends, end in shares]
+            return self._step_times(rows, rows, asked, 0.0, _native.Shares(later))
+
+        return after
+
+    def _step_times(
+        self, rows: int, draws: int, asked: int, chunks_s: float, shares: _native.Shares
+    ) -> _native.StepTimes:
         slices, runtime = self._slices, self._compute.fits.runtime
         exchange_s = runtime.exchange_s + runtime.exchange_row_s * rows
-        return rows, _native.StepTimes(
+        return _native.StepTimes(
             first_s=slices.first[rows] + exchange_s,
             inner_s=slices.inner[rows] + exchange_s,
             last_s=self._last_s(rows, draws),
@@ -174,6 +192,22 @@ class StepModel(_Model):
             context_s=rows * self._context_bytes * self._compute_byte_s,
             shares=shares,
         )
+
+    @staticmethod
+    def _rows_of(
+        sequences: Sequence[int], starts: list[int], homes: Ints, split: Mapping[int, SplitSequence]
+    ) -> tuple[list[int], Ints]:
+        """Return the tokens that rows of decoding sequences see, and their memory workers: a row for each worker with
+        KV of a sequence; K and V of the token count at each of them."""
+        if not split:
+            return starts, homes
+        seen, others = list(starts), list[int]()
+        for place, sequence in enumerate(sequences):
+            if (own := split.get(sequence)) is not None:
+                seen[place] -= own.elsewhere
+                seen += own.tokens
+                others += own.homes
+        return seen, np.append(homes, np.array(others, np.int64))
 
     def move_seconds(self, tokens: int) -> float:
         """Return seconds to move the KV of ``tokens`` tokens from one memory worker to another."""
@@ -193,6 +227,9 @@ class Lent:
 
     def __init__(self) -> None:
         self._steps: dict[int, tuple[int, dict[int, float]]] = {}  # lane, and seconds of one attention by lender
+
+    def __bool__(self) -> bool:
+        return bool(self._steps)
 
     def begin(self, step: int, lane: int, seconds: dict[int, float]) -> None:
         """Record what a step borrows."""
@@ -279,15 +316,42 @@ class LocalStepModel(_Model):
         self._lent.begin(plan.step, plan.lane, {place: seconds for place, _, seconds, _ in shares})
         asked = sum(one.asked for one in borrowed.values()) * self._asked_bytes
         sent = asked + sum(one.kept for one in borrowed.values()) * self._kept_bytes
-        return rows, _native.StepTimes(
+        busy_s = attention_s + self._lent.seconds(own)
+        return rows, self._step_times(rows, draws, busy_s, sent, asked, _native.Shares(shares))
+
+    def repeated(
+        self, plan: StepPlan, homes: Ints, split: Mapping[int, SplitSequence], own: int
+    ) -> Callable[[int], _native.StepTimes] | None:
+        """Return a function from a number of steps to the times of the step that follows ``plan``, which has no chunks,
+        after so many steps; None if it borrows memory of other replicas. No replica may lend memory meanwhile. The
+        other arguments are those of ``times``."""
+        if (homes != own).any() or any(one in split for one in plan.decoding.sequences):
+            return None
+        rows, tokens = len(homes), sum(plan.decoding.starts) + len(homes)
+        first, block, none = 0, list[float](), _native.Shares([])
+
+        def after(steps: int) -> _native.StepTimes:
+            nonlocal first, block
+            if not first <= steps < first + len(block):
+                seen = tokens + rows * np.arange(steps, steps + _AT_ONCE)
+                first, block = steps, self._compute.attention_seconds(seen, rows, 1 / self._tp).tolist()
+            return self._step_times(rows, rows, block[steps - first], 0, 0, none)
+
+        return after
+
+    def _step_times(
+        self, rows: int, draws: int, attention_s: float, sent: int, asked: int, shares: _native.Shares
+    ) -> _native.StepTimes:
+        cost, tp = self._compute, self._tp
+        return _native.StepTimes(
             first_s=self._slices.first[rows],
             inner_s=self._slices.inner[rows],
             last_s=self._last_s(rows, draws),
-            chunks_s=attention_s + self._lent.seconds(own),
-            send_s=float(cost.wire_seconds(sent)) / tp,
-            receive_s=float(cost.wire_seconds(asked)) / tp,
+            chunks_s=attention_s,
+            send_s=float(cost.wire_seconds(sent)) / tp if sent else 0.0,
+            receive_s=float(cost.wire_seconds(asked)) / tp if asked else 0.0,
             context_s=0.0,
-            shares=_native.Shares(shares),
+            shares=shares,
         )
 
     def move_seconds(self, tokens: int) -> float:

@@ -6,15 +6,14 @@ control plane has no latency. The native virtual cluster models the times of wor
 """
 
 import bisect
+import collections
+import functools
 import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
-
-import numpy as np
 
 from lamina import _native
 from lamina.cluster import sizing
@@ -24,15 +23,16 @@ from lamina.control.messages import StepDone
 from lamina.control.timeline import Span
 from lamina.core.errors import ConfigError, RequestError
 from lamina.core.pipeline import Pipeline
-from lamina.core.requests import Owner
 from lamina.core.sampling import SamplingParams
 from lamina.core.segments import grown, moved
 from lamina.core.steps import StepPlan
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Request, Segment
 from lamina.kv.placement import Placement
+from lamina.planning.simulate.repeats import Repeat, Repeats
 from lamina.planning.simulate.result import Decisions, PoolUse, RequestLog, Result, State, Stops
 from lamina.planning.simulate.scenario import Arrivals, Deployment, Fault, Ints, scratch_of, stage_starts
+from lamina.planning.simulate.sequences import Drawn, Numbers, requests_of
 from lamina.planning.simulate.step_times import Lent, LocalStepModel, SplitSequence, StepModel
 from lamina.schedule.limits import MAX_WAITING
 from lamina.schedule.policy import find_policy
@@ -40,47 +40,6 @@ from lamina.schedule.roles import LOOK_S, RoleBalance, Targets, expected_times
 from lamina.schedule.turn import Turn
 
 TIMED = 8  # decisions are timed in one turn of this many: reading the CPU clock is a system call
-
-
-Sequences = TypeVar("Sequences")
-
-
-class _Numbers(Generic[Sequences]):
-    """Caches one number for each of a lane's sequences, until it is called with another object."""
-
-    def __init__(self, look_up: Callable[[Sequences], list[int]]) -> None:
-        self._look_up = look_up
-        self._sequences: Sequences | None = None
-        self._last: Ints = np.zeros(0, np.int64)
-
-    def numbers_of(self, sequences: Sequences) -> Ints:
-        """Return the numbers of ``sequences``, an object that must not be mutated."""
-        if sequences is not self._sequences:
-            self._sequences = sequences
-            self._last = np.array(self._look_up(sequences), np.int64)
-        return self._last
-
-    def forget_numbers(self) -> None:
-        """Drop the cache."""
-        self._sequences = None
-
-
-def _requests(drawn: Mapping[int, Owner]) -> list[int]:
-    return [int(group.request.request_id) for group, _ in drawn.values()]
-
-
-class _Drawn(list[int]):
-    """The generated tokens of a request: as many as the log says, all with the same value."""
-
-    def __init__(self, log: RequestLog, index: int, value: int = 0) -> None:
-        super().__init__([value])  # for plans that must name the last one
-        self._log, self._index, self._value = log, index, value
-
-    def __len__(self) -> int:
-        return int(self._log.drawn[self._index])
-
-    def __getitem__(self, place: Any) -> Any:
-        return [self._value] * len(range(*place.indices(len(self)))) if isinstance(place, slice) else self._value
 
 
 class Simulation:
@@ -135,15 +94,15 @@ class Simulation:
         self._homes: dict[int, int] = {}  # the number of the worker with its last segment
         self._split: dict[int, SplitSequence] = {}  # those with several segments
         lanes = range(self._pipeline.lanes)
-        self._requests = [_Numbers(_requests) for _ in lanes]
-        self._decoding = [_Numbers(self._homes_of) for _ in lanes]
-        self._rows: dict[int, int] = {}  # by step in flight
+        self._requests = [Numbers(requests_of) for _ in lanes]
+        self._decoding = [Numbers(self._homes_of) for _ in lanes]
+        self._in_flight = [collections.deque[tuple[StepPlan, int]]() for _ in lanes]  # by lane: steps and their rows
+        self._repeats = Repeats(self._turn, self._pipeline.lanes)
         self._latest_chunks: dict[int, int] = {}  # by sequence: the step of its latest chunk
         self._moves: list[tuple[float, int]] = []  # a heap: when they end, and their numbers
         self._sources: dict[str, float] = {}  # when each worker has sent all that leaves it
-        self._steps = 0
         self._queued_s = self._refused_s = 0.0
-        self._next = self._next_fault = 0  # of the arrivals, and of the faults
+        self._steps = self._next = self._next_fault = 0  # the next arrival, the next fault
         self._dead = False
         self._clock: Callable[[], float] = _stopped
         self._decisions = Decisions(seconds={"add": 0.0, "plan": 0.0, "complete": 0.0})
@@ -200,17 +159,25 @@ class Simulation:
             before, queued, refused = now, self._scheduler.waiting > 0, self._scheduler.full
             self._clock = time.process_time if turns % TIMED == 0 else _stopped
             finished = self._cluster.advance(self._next_from_outside())
-            if finished is not None:
-                now, lane, step, busy, waited = finished
-                self._lent.end(step)
-                self._take(now, lane, StepDone(step, [], rows=self._rows.pop(step), busy_s=busy, waited_s=waited))
+            if finished is not None and (repeat := self._repeats.current(finished[1])) is not None:
+                now, lane, _, busy, _ = finished
+                self._log.draw(now, repeat.requests)
+                self._give(repeat.plan, now, repeat.next_times(busy), repeat.behind)
             else:
-                now = self._next_from_outside()
-                assert now < math.inf, f"{self._scheduler.waiting} requests wait and nothing runs"
-                self._happen(now)
+                self._repeats.tell_turn()
+                if finished is not None:
+                    now, lane, _, busy, waited = finished
+                    plan, rows = self._in_flight[lane].popleft()
+                    self._lent.end(plan.step)
+                    self._take(now, lane, StepDone(plan.step, [], rows=rows, busy_s=busy, waited_s=waited))
+                else:
+                    now = self._next_from_outside()
+                    assert now < math.inf, f"{self._scheduler.waiting} requests wait and nothing runs"
+                    self._happen(now)
+                self._launch(now)
+                self._repeat_steps()
             self._queued_s += now - before if queued else 0.0
             self._refused_s += now - before if refused else 0.0
-            self._launch(now)
             turns += 1
             if turns % 64 == 0:
                 if on_progress is not None:
@@ -258,7 +225,7 @@ class Simulation:
         group = self._scheduler.submit(request)
         self._decisions.seconds["add"] += self._clock() - begun
         (completion,) = group.completions
-        completion.generated = _Drawn(self._log, index, self._answer(index))
+        completion.generated = Drawn(self._log, index, self._answer(index))
         self._live.add(index)
 
     def _prompt(self, index: int, tokens: int) -> list[int]:
@@ -364,6 +331,26 @@ class Simulation:
         if empty:
             self._launch(now)
 
+    def _repeat_steps(self) -> None:
+        """Let lanes repeat their steps if these are certain to be alike."""
+        if self._dead or self._roles is not None or self._lent:
+            return
+        for lane, steps in enumerate(self._in_flight):
+            if steps:
+                last = steps[-1][0]
+                homes = self._decoding[lane].numbers_of(last.decoding.sequences)
+                self._repeats.begin(lane, last, homes, functools.partial(self._repeat, last, homes))
+
+    def _repeat(self, plan: StepPlan, homes: Ints) -> Repeat | None:
+        model, lane = self._model, plan.lane
+        if isinstance(model, LocalStepModel):
+            after = model.repeated(plan, homes, self._split, self._replicas[plan.rotates][lane][0][0])
+        else:
+            after = model.repeated(plan, homes, self._split)
+        requests = self._requests[lane].numbers_of(self._scheduler.decoding(lane))
+        continue_for = int((self._arrivals.output - self._log.drawn)[requests].min()) - 1
+        return None if after is None else Repeat(plan, homes, requests, after, continue_for)
+
     def _submit(self, plan: StepPlan, now: float) -> None:
         for segment in (segment for switch in plan.switches for segment in switch.segments):
             if segment.sequence in self._segments:  # otherwise it is only a cached prefix
@@ -387,33 +374,39 @@ class Simulation:
             self._decoding[plan.lane].forget_numbers()
         if not plan.runs:
             return
-        self._steps += 1
+        self._decisions.steps += 1
         self._decisions.rows += len(plan.decoding.sequences) + len(plan.chunks)
         decoding = self._decoding[plan.lane].numbers_of(plan.decoding.sequences)
         chunk_homes = [self._homes[chunk.sequence] for chunk in plan.chunks]
         model = self._prompts_model if self._pipeline.role(plan.lane) == "prefill" else self._model
-        orders = self._replicas[plan.rotates][plan.lane]
         if isinstance(model, LocalStepModel):
-            rows, times = model.times(plan, decoding, chunk_homes, self._split, orders[0][0])
+            own = self._replicas[plan.rotates][plan.lane][0][0]
+            rows, times = model.times(plan, decoding, chunk_homes, self._split, own)
         else:
             rows, times = model.times(plan, decoding, chunk_homes, self._split)
-        self._rows[plan.step] = rows
-        tick = self._pipeline.tick(plan.lane, plan.turn)
-        ticks = self._pipeline.tick(plan.lane, plan.turn, 1) - tick
-        order, behind = orders[plan.turn % len(orders)], self._chunks_before(plan)
-        self._cluster.submit(plan.lane, now, plan.step, order, tick, ticks, times, behind)
+        self._in_flight[plan.lane].append((plan, rows))
+        self._give(plan, now, times)
+
+    def _give(self, plan: StepPlan, now: float, times: _native.StepTimes, behind: int = 0) -> None:
+        """Give the cluster a step, or one that repeats it ``behind`` steps later."""
+        self._steps += 1
+        turn = plan.turn + behind * self._deployment.model.layers
+        orders = self._replicas[plan.rotates][plan.lane]
+        tick = self._pipeline.tick(plan.lane, turn)
+        ticks = self._pipeline.tick(plan.lane, turn, 1) - tick
+        number, before = (~plan.lane, list[int]()) if behind else (plan.step, self._chunks_before(plan))
+        self._cluster.submit(plan.lane, now, number, orders[turn % len(orders)], tick, ticks, times, before)
 
     def _chunks_before(self, plan: StepPlan) -> list[int]:
         """Return the steps in flight that run the chunks before those of ``plan``."""
         before = [self._latest_chunks.get(chunk.sequence) for chunk in plan.chunks if chunk.start]
         self._latest_chunks |= {chunk.sequence: plan.step for chunk in plan.chunks}
-        return [step for step in before if step is not None and step in self._rows]
+        return [step for step in before if step is not None and step in self._turn.in_flight]
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     def _result(self, now: float) -> Result:
         deployment = self._deployment
-        self._decisions.steps = self._steps
         self._decisions.seconds = {what: TIMED * spent for what, spent in self._decisions.seconds.items()}
         replicas = [self._cluster.replica_work(index) for index in range(self._stages)]
         prefill = self._pipeline.prefill * self._pipeline.stages

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from lamina.planning.plan.overheads import NO_OVERHEAD
 from lamina.planning.plan.ways import Capacity, Kind, Slo, Way
 from lamina.planning.simulate import Arrivals, Deployment, Result, System, simulate
 from lamina.planning.simulate.baseline_instance import Batch, Instance
+from lamina.planning.simulate.repeats import Repeats
 from lamina.planning.simulate.step_times import SplitSequence
 from lamina.planning.simulate.trial import Course
 
@@ -63,6 +65,45 @@ def test_steps_run_at_once_are_those_run_one_by_one(
         np.testing.assert_allclose(getattr(at_once.log, name), getattr(single.log, name), rtol=1e-9)
     np.testing.assert_allclose(at_once.log.end_s, single.log.end_s, rtol=1e-9)
     assert at_once.pools[0].busy == pytest.approx(single.pools[0].busy)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one pool": {"local": True, "compute_workers": 4, "tensor_parallel": 2},
+    "lending": {"local": True, "compute": CATALOGUE["rtx4090"], "compute_workers": 3},
+    "one lane": {"memory_workers": 2, "lanes": 1},
+    "rotating": {"compute_workers": 2, "memory_workers": 3, "lanes": 3, "pipelining": "rotational"},
+    "fixed": {"memory_workers": 2, "lanes": 2, "pipelining": "fixed"},
+    "in parts": {"memory_workers": 3, "lanes": 2, "pipelining": "fixed", "kv_tokens_per_worker": 600},
+    "prompts on compute": {"memory_workers": 2, "lanes": 2, "pipelining": "fixed", "prompt_attention": "compute"},
+    "apart": {"local": True, "compute_workers": 2, "prefill": CATALOGUE["h100"], "prefill_workers": 1},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_repeated_steps_of_the_runtime_are_those_planned_one_by_one(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"compute": CATALOGUE["h100"], "compute_workers": 1, "max_num_seqs": 100}
+    settings |= LAYOUTS[layout]
+    if "memory_workers" in settings:
+        settings["memory"] = CATALOGUE["rtx4090"]
+    arrivals = dataclasses.replace(arriving(150, 8.0), output=3 * arriving(150, 8.0).output)
+
+    def run() -> Result:
+        return simulate(Deployment(model=SMALL, **settings), arrivals)
+
+    at_once = run()
+    monkeypatch.setattr(Repeats, "begin", lambda *_: None)
+    single = run()
+    assert at_once.decisions is not None and single.decisions is not None
+    if layout != "apart":
+        assert at_once.decisions.steps < 0.9 * single.decisions.steps, "many steps repeat the one before"
+    assert (at_once.steps, at_once.preempted) == (single.steps, single.preempted)
+    for name in ("first_s", "longest_gap_s", "end_s"):
+        np.testing.assert_allclose(getattr(at_once.log, name), getattr(single.log, name), rtol=1e-9)
+    for one, other in zip(at_once.pools, single.pools, strict=True):
+        assert (one.busy, one.network) == pytest.approx((other.busy, other.network))
+    assert (at_once.queued, at_once.refused) == pytest.approx((single.queued, single.refused))
 
 
 @pytest.mark.parametrize(("ahead", "steps"), [(False, 1), (True, 2)])
