@@ -209,7 +209,8 @@ def _take_over(
     kinds = saved.kinds()
     eos = [*tokenizer.eos_token_ids]
     config = sizing.fit_lanes(config, len(kinds["compute"]))
-    plan = sizing.cluster_plan(config, model, eos, kinds, saved.greetings, is_open=False, trace=trace)
+    local = saved.compute_setup.local
+    plan = sizing.cluster_plan(config, model, eos, kinds, saved.greetings, is_open=False, trace=trace, local=local)
     # As at the start, however many workers are left: joining workers have to fit them.
     plan = dataclasses.replace(plan, limits=saved.limits, compute_setup=saved.compute_setup)
     names = [member.name for member in saved.topology.members]

@@ -148,15 +148,14 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
 
     Raises the worker's own UserError if the user can fix it, else TransportError, WorkerError or DeadlineError.
     """
-    gather = Gather(control, workers, on_progress)
+    gather, local = Gather(control, workers, on_progress), plan.with_slabs
     with tempfile.TemporaryDirectory(prefix="lamina-") as folder:
         for number, name in enumerate(plan.computes):
-            control.send([name], part_setup(plan, number, plan.greetings[name], folder))
+            control.send([name], part_setup(plan, number, plan.greetings[name], folder, name in local))
         loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
     plan = with_turns(plan, len(loaded.attentions) + 1)
     if plan.pipeline.stages > 1:
         plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, starts=loaded.starts))
-    local = plan.computes if plan.compute_setup.local else []
     holders = [*local, *plan.memories]
     scratch = converse(gather, _scratch(control, plan, loaded, holders))
     setup = plan.memory_setup(loaded, _shards(plan, loaded).count)

@@ -38,7 +38,7 @@ from lamina.control.timeline import READINGS, Clock, ClockReading
 from lamina.core import __version__
 from lamina.core.errors import ConfigError
 from lamina.core.pipeline import Pipeline
-from lamina.core.topology import Member, Role, Topology
+from lamina.core.topology import Member, Pool, Role, Topology, role_of
 from lamina.core.types import Overlap
 from lamina.dataplane.leases import SPARE_LINKS, Messages
 from lamina.dataplane.transport_choice import Choice, Offer, Transport, candidates
@@ -196,7 +196,7 @@ def check_same_model(plan: ClusterPlan, first: ModelLoaded, other: ModelLoaded, 
         )
 
 
-def part_setup(plan: ClusterPlan, number: int, hello: Hello, folder: str) -> ComputeSetup:
+def part_setup(plan: ClusterPlan, number: int, hello: Hello, folder: str, local: bool) -> ComputeSetup:
     """Return the setup message of a compute worker.
 
     Args:
@@ -204,12 +204,14 @@ def part_setup(plan: ClusterPlan, number: int, hello: Hello, folder: str) -> Com
         number: Number of the worker, counted over all replicas that are set up together.
         hello: The worker's greeting.
         folder: Folder on the engine's machine, in which the ranks of each stage share a rendezvous file.
+        local: Whether the worker holds KV of requests.
     """
     ranks, stages = plan.pipeline.ranks, plan.pipeline.stages
     stage, rank = divmod(number, ranks)
     return msgspec.structs.replace(
         plan.compute_setup,
         threads=plan.threads("compute", hello),
+        local=local,
         meeting=f"{folder}/stage{stage}",
         rank=rank,
         ranks=ranks,
@@ -219,7 +221,7 @@ def part_setup(plan: ClusterPlan, number: int, hello: Hello, folder: str) -> Com
 
 
 def prepare_workers(
-    control: ControlServer, fabric: Fabric, kinds: Mapping[str, str], role: Role, promised: Callable[[str], int]
+    control: ControlServer, fabric: Fabric, kinds: Mapping[str, str], pool: Pool, promised: Callable[[str], int]
 ) -> Conversation[tuple[Member, ...]]:
     """Prepare started workers to join; return the future members, in the order of ``kinds``.
 
@@ -227,22 +229,22 @@ def prepare_workers(
 
     Args:
         kinds: The kind of each worker: a memory worker, or the compute workers of one replica in order.
-        role: Role of all these workers.
+        pool: Pool of all these workers.
         promised: Returns, for a host, the bytes of KV that its workers were given but have not yet used.
 
     Raises ConfigError if a worker has another release or model, or too little memory.
     """
-    names, plan, setup = list(kinds), fabric.plan, fabric.memory_setup
+    names, plan, setup, role = list(kinds), fabric.plan, fabric.memory_setup, role_of(pool)
     greeted: dict[str, Hello] = yield Ask(Hello, names, plan.start_s)
     for name in names:
         check_version(name, greeted[name])
         fabric.on_hello(name, greeted[name])
         yield from read_clock(control, fabric, name)
-    has_slab = role == "memory" or plan.compute_setup.local
+    has_slab = plan.has_slab(pool)
     scratch = dict[str, int]()
     if role == "compute":
-        yield from _load(control, fabric, [(name, greeted[name]) for name in names])
-        scratch = yield from _scratch(control, fabric, greeted, promised)
+        yield from _load(control, fabric, [(name, greeted[name]) for name in names], has_slab)
+        scratch = yield from _scratch(control, fabric, greeted, has_slab, promised)
         setup = local_setup(setup)
     members = list[Member]()
     given = untouched_bytes(plan, fabric.loaded, scratch, greeted)  # by host: bytes of memory allocated here
@@ -257,11 +259,18 @@ def prepare_workers(
 
 
 def _scratch(
-    control: ControlServer, fabric: Fabric, greeted: Mapping[str, Hello], promised: Callable[[str], int]
+    control: ControlServer,
+    fabric: Fabric,
+    greeted: Mapping[str, Hello],
+    has_slab: bool,
+    promised: Callable[[str], int],
 ) -> Conversation[dict[str, int]]:
-    """Have the compute workers of a replica allocate scratch memory. Arguments are those of ``prepare_workers``."""
+    """Have the compute workers of a replica allocate scratch memory. ``promised`` is that of ``prepare_workers``.
+
+    ``has_slab``: Whether these workers will hold KV of requests.
+    """
     plan = fabric.plan
-    local = list(greeted.values()) if plan.compute_setup.local else []
+    local = list(greeted.values()) if has_slab else []
     beside, wanted = [fabric.greetings[one] for one in plan.memories if one in fabric.greetings], kv_wanted(plan, local)
 
     def taken(hello: Hello) -> int:
@@ -271,12 +280,14 @@ def _scratch(
     return (yield from make_scratch(control, plan, fabric.loaded, greeted, [*local, *beside], taken))
 
 
-def _load(control: ControlServer, fabric: Fabric, greeted: Sequence[tuple[str, Hello]]) -> Conversation[None]:
+def _load(
+    control: ControlServer, fabric: Fabric, greeted: Sequence[tuple[str, Hello]], has_slab: bool
+) -> Conversation[None]:
     """Have the compute workers of a replica load the model. Raises ConfigError if one has loaded another model."""
     plan, names = fabric.plan, [name for name, _ in greeted]
     with tempfile.TemporaryDirectory(prefix="lamina-") as folder:
         for number, (name, hello) in enumerate(greeted):
-            control.send([name], part_setup(plan, number, hello, folder))
+            control.send([name], part_setup(plan, number, hello, folder, has_slab))
         loaded: dict[str, ModelLoaded] = yield Ask(ModelLoaded, names, LOAD_TIMEOUT_S)
     for name, hello in greeted:
         check_same_model(plan, fabric.loaded, loaded[name], name, hello.machine)

@@ -232,7 +232,7 @@ def refusals_of_prompt_attention(config: EngineConfig, computes: int, memories: 
         )
 
 
-APART = "tensor-parallel replicas on GPUs attend only to KV in their own memory, and so decode only what they prefill"
+KEEP_ROLE = "tensor-parallel replicas on GPUs with local memory keep their role, since only those that decode hold KV"
 
 
 def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> Iterator[Refusal]:
@@ -255,22 +255,44 @@ def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Se
             "a lane stays on the replica that has the KV of its requests",
             "leave out pipelining",
         )
-    keeps_apart = config.tensor_parallel > 1 and not set(computes) <= {CPU}
-    if keeps_apart and config.prefill is not None:
-        yield Refusal(
-            f"{given}, tensor_parallel {config.tensor_parallel} and prefill {config.prefill}",
-            APART,
-            "use memory workers, such as --memory cpu:1",
-        )
-    if keeps_apart and config.autoscale is not None and "prefill" in parse_bounds(config.autoscale):
-        yield Refusal(
-            f"{given}, tensor_parallel {config.tensor_parallel} and autoscale {config.autoscale}",
-            APART,
-            "use memory workers, such as --memory cpu:1",
-        )
+    if config.tensor_parallel > 1 and not set(computes) <= {CPU}:
+        yield from _of_ranks_on_gpus(config, given, memories)
     if several_replicas and config.partition == "head":
         yield Refusal(
             f"{given} of {len(computes)} compute workers and partition head",
             "the heads of a request stay on one replica, which attends to most KV without messages",
             "give partition auto",
+        )
+
+
+def _of_ranks_on_gpus(config: EngineConfig, given: str, memories: Sequence[str]) -> Iterator[Refusal]:
+    """Yield the refusals of tensor-parallel replicas on GPUs that hold KV: they attend for others one way at most
+    (``Pipeline.one_way``). ``given``: the memory pool in words."""
+    ranks, bounds = f"tensor_parallel {config.tensor_parallel}", set[str]()
+    if config.autoscale is not None:
+        bounds |= parse_bounds(config.autoscale).keys()
+    if "prefill" in bounds:
+        yield Refusal(
+            f"{given}, {ranks} and autoscale {config.autoscale}",
+            KEEP_ROLE,
+            "use memory workers, such as --memory cpu:1",
+        )
+    if config.prefill is None:
+        return
+    what, stays = f"{given}, {ranks} and prefill {config.prefill}", "a request's KV stays on one replica that decodes"
+    if set(memories) != {LOCAL} or "memory" in bounds:
+        yield Refusal(
+            what if "memory" not in bounds else f"{what} and autoscale {config.autoscale}",
+            f"{stays}, and continues on no memory worker",
+            "use only local memory, or only memory workers, such as --memory cpu:1",
+        )
+    if config.kv_tokens_per_worker is not None:
+        yield Refusal(
+            f"{what} and kv_tokens_per_worker {config.kv_tokens_per_worker}", stays, "leave out kv_tokens_per_worker"
+        )
+    if config.transport == "tcp":
+        yield Refusal(
+            f"{what} and transport tcp",
+            "a rank that waits in a sum receives nothing over TCP, so that its peer might wait for it in a circle",
+            "leave out transport: these workers are on one machine",
         )

@@ -11,7 +11,7 @@ from lamina.config.engine_config import EngineConfig, overcommit
 from lamina.control.messages import ComputeSetup, Hello, MemorySetup, ModelLoaded
 from lamina.core.errors import ConfigError
 from lamina.core.pipeline import Arrangement, Pipeline
-from lamina.core.topology import Role
+from lamina.core.topology import Pool, Role
 from lamina.core.types import DType, Overlap
 from lamina.dataplane.leases import SLOTS
 from lamina.kv.stripes import head_workers
@@ -217,6 +217,22 @@ class ClusterPlan:
         """Names of compute workers, by number."""
         return list(self.kinds["compute"])
 
+    def has_slab(self, pool: Pool) -> bool:
+        """Return whether workers of a pool hold the KV of requests."""
+        if pool == "memory":
+            return True
+        return self.compute_setup.local and not (pool == "prefill" and self.pipeline.one_way)
+
+    @property
+    def with_slabs(self) -> list[str]:
+        """Names of the compute workers that hold the KV of requests."""
+        prefills = self.pipeline.prefill * self.pipeline.workers
+        return [
+            name
+            for number, name in enumerate(self.computes)
+            if self.has_slab("prefill" if number < prefills else "compute")
+        ]
+
     @property
     def memories(self) -> list[str]:
         """Names of memory workers, by number."""
@@ -280,7 +296,7 @@ def cluster_plan(
     roles: dict[str, Role] = {name: role for role, names in kinds.items() for name in names}
     machines = Machines.from_greetings(roles, greetings)
     order = pipeline(config, len(kinds["compute"]), machines.shared or not kinds["memory"], local)
-    order = dataclasses.replace(order, lends=local and _may_lend(order, kinds["compute"].values()))
+    order = with_lending(order, kinds["compute"].values()) if local else order
     bounds = limits(config, model, order)
     setup = ComputeSetup(
         model=str(model.path),
@@ -319,10 +335,15 @@ def uses_scratch(config: EngineConfig, pipeline: Pipeline, kinds: Mapping[Role, 
     return alone and (pipeline.prefill > 0 or faster)
 
 
-def _may_lend(pipeline: Pipeline, kinds: Collection[str]) -> bool:
-    """Return whether replicas with local memory can attend for each other: the ranks of a replica on GPUs cannot, since
-    they wait for each other in a sum, where they serve no request."""
-    return pipeline.ranks == 1 or set(kinds) <= {CPU}
+def with_lending(order: Pipeline, kinds: Collection[str]) -> Pipeline:
+    """Return the pipeline of replicas with local memory, which attend for each other, or one way only.
+
+    The ranks of a replica on GPUs wait for each other in sums, where they serve no request. They may attend for
+    replicas that never attend for them.
+    """
+    both = order.ranks == 1 or set(kinds) <= {CPU}
+    apart = order.prefill > 0
+    return dataclasses.replace(order, lends=both or apart, one_way=apart and not both)
 
 
 def require_limits(config: EngineConfig, model: ModelDirectory, computes: int) -> None:

@@ -54,6 +54,8 @@ class Pipeline:
         prefill: how many replicas, the first ones, only run prompts; the others only decode. 0: all do both. At least
             one replica always decodes.
         lends: True if compute workers with local memory attend to the KV there for other replicas too.
+        one_way: True if they do so only for replicas that only run prompts, which hold no KV. Then no replica waits for
+            a replica that may wait for it, so that ranks need not serve requests while they wait for each other.
     """
 
     lanes: int
@@ -65,6 +67,7 @@ class Pipeline:
     starts: tuple[int, ...] = ()
     prefill: int = 0
     lends: bool = False
+    one_way: bool = False
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.lanes < self.replicas * self.stages:
@@ -93,7 +96,12 @@ class Pipeline:
     @property
     def moves_local(self) -> bool:
         """True if KV may move from and to local memory. Heads of several ranks would have to move at once."""
-        return self.lends and self.ranks == 1
+        return self.spreads and self.ranks == 1
+
+    @property
+    def spreads(self) -> bool:
+        """True if the KV of a sequence may be in the local memory of several replicas."""
+        return self.lends and not self.one_way
 
     @property
     def announces(self) -> bool:

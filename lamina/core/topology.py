@@ -131,9 +131,10 @@ class Topology(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens that a request may have: of local memory, that of one replica, unless replicas lend."""
+        """The most tokens that a request may have: of local memory, that of one replica, unless KV
+        spreads over replicas."""
         capacities = self.capacities
-        if self.pipeline.lends:
+        if self.pipeline.spreads:
             return sum(capacities.values())
         own = max((sum(capacities.get(name, 0) for name in each) for each in self.replicas), default=0)
         return own + sum(capacities[name] for name in self.memories)

@@ -119,7 +119,7 @@ class Joins:
                 self._control.dismiss(name)
                 _end_process(self._workers, self._control, name, (), str(error))
             raise
-        conversation = prepare_workers(self._control, self._fabric, started, role, self._promised)
+        conversation = prepare_workers(self._control, self._fabric, started, pool, self._promised)
         joiner = Joiner(tuple(started), pool, time.monotonic(), conversation, on_failed)
         self._joiners.append(joiner)
         self._advance(joiner, None)

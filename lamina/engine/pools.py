@@ -350,7 +350,7 @@ class Pools:
         for name in self._leaves.turn(self.topology.names):
             self._note(name)
         if (missing := self.topology.lacks(())) is not None and not self.grows(missing):
-            raise self._replacements.reasons[missing]
+            raise self._replacements.reason(missing)
 
     def _change(self) -> None:
         """Make the topology changes that are possible before the next step is planned."""

@@ -36,18 +36,18 @@ class _Vacancy:
 
 
 class Replacements:
-    """The replacements of lost workers that have not been started. The engine's thread owns it.
-
-    Attributes:
-        reasons: Why the latest worker of a role was lost or did not start.
-    """
+    """The replacements of lost workers that have not been started. The engine's thread owns it."""
 
     def __init__(self, max_restarts: int) -> None:
         """``max_restarts``: see ``EngineConfig``."""
-        self.reasons: dict[Role, LaminaError] = {}
+        self._reasons: dict[Role, LaminaError] = {}  # why the latest worker of a role was lost or did not start
         self._restarts: Mapping[Role, Restarts] = {"compute": Restarts(max_restarts), "memory": Restarts(max_restarts)}
         self._due: list[tuple[float, Pool, Kinds]] = []  # when to start workers
         self._vacant: list[_Vacancy] = []  # to be filled by workers of other machines
+
+    def reason(self, role: Role) -> LaminaError:
+        """Return why no worker has a role. Compute workers may have been the only ones with KV."""
+        return self._reasons[role if role in self._reasons else "compute"]
 
     def __bool__(self) -> bool:
         """Return whether a lost worker is to be replaced."""
@@ -65,7 +65,7 @@ class Replacements:
             free: Replace them at once, and do not count them as losses.
         """
         role = role_of(pool)
-        self.reasons[role] = reason
+        self._reasons[role] = reason
         restarts = self._restarts[role]
         if REMOTE in kinds:
             self.add_vacancy(pool, kinds, now)

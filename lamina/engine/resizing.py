@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lamina.cluster.joining import Fabric
 from lamina.cluster.pool import CPU, Kinds, PoolChange
-from lamina.cluster.refusals import APART
+from lamina.cluster.refusals import KEEP_ROLE
 from lamina.core.errors import ConfigError
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import COMPUTE_POOLS, Pool, Topology, role_of
@@ -122,8 +122,8 @@ class ResizePlanner:
     def require_roles(self) -> None:
         """Raise ConfigError if this cluster cannot have a prefill pool."""
         pipeline, limits, config = self.pipeline, self.fabric.plan.limits, self.fabric.plan.config
-        if self.topology.local and not pipeline.lends:
-            raise ConfigError(f"{APART}; start with only memory workers, such as --memory cpu:1, to scale prefill")
+        if self.topology.local and not pipeline.spreads:
+            raise ConfigError(f"{KEEP_ROLE}; start with only memory workers, such as --memory cpu:1, to scale prefill")
         if config.pipelining == "rotational":
             raise ConfigError(
                 "rotating lanes visit all replicas, so none can be kept for prompts; start without --pipelining "
@@ -160,9 +160,14 @@ class ResizePlanner:
         same = sum(member.role == role and member.kind == kind for member in self.topology.members)
         self.fabric.launcher.validate_pool(role, kind, same + coming + count)
         if role == "memory":
+            if self.pipeline.one_way:
+                raise ConfigError("the KV of a request stays on one replica that decodes, and uses no memory workers")
             return
-        if self.pipeline.lends and self.pipeline.ranks > 1 and kind != CPU:
-            raise ConfigError(f"{APART}, while the replicas here attend for each other; let replicas of {CPU} join")
+        if self.pipeline.spreads and self.pipeline.ranks > 1 and kind != CPU:
+            raise ConfigError(
+                "tensor-parallel replicas on GPUs serve no requests while their ranks wait for each other, and the "
+                f"replicas here attend for each other; let replicas of {CPU} join"
+            )
         replicas = (len(self.topology.computes) + coming + count) // self.pipeline.workers
         slices = len(self.fabric.memory_setup.attentions) + 1
         if self.pipeline.rotates and replicas > slices:

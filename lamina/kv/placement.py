@@ -54,7 +54,7 @@ class Placement:
         idle: by worker: slots that are not reserved, but hold cached prefixes (``lamina.kv.prefix_cache``).
         local: compute workers that hold KV.
         others: returns the workers of ``local`` that do not run a lane. A lane may attend to their KV if ``lends``.
-        lends: True if replicas with local memory attend for each other.
+        lends: True if replicas with local memory attend for each other (``Pipeline.spreads``).
         in_one_lane: True if a compute worker holds KV, so that the chunks of a prompt must run in one lane.
         crowded: workers whose reserved and idle slots exceed their capacity, so that idle slots must be evicted.
         stalled: lanes that wait for slots (``lamina.schedule.growth``).
@@ -104,7 +104,7 @@ class Placement:
 
     def _follow_replicas(self, topology: Topology) -> None:
         """Note which compute workers hold KV, and for whom they attend to it."""
-        self.local, self.lends = topology.local, topology.pipeline.lends
+        self.local, self.lends = topology.local, topology.pipeline.spreads
         self.others = functools.cache(topology.beyond) if topology.local else nowhere
         self.in_one_lane = bool(topology.local)
 

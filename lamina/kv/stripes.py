@@ -41,14 +41,15 @@ Parts: TypeAlias = tuple[tuple[str, range], ...]
 
 
 def local_parts(topology: Topology, shards: HeadShards) -> list[Parts]:
-    """Return a place for the local memory of each replica: every rank holds the heads that it computes. Empty for
-    replicas of one rank, which are places themselves."""
+    """Return a place for the local memory of each replica that holds KV: every rank has the heads that it computes.
+    Empty for replicas of one rank, which are places themselves."""
     ranks, computes = topology.pipeline.ranks, topology.computes
     if ranks == 1 or not topology.local:
         return []
     return [
         tuple((computes[first + rank], shards.range_of_rank(rank, ranks)) for rank in range(ranks))
         for first in range(0, len(computes), ranks)
+        if computes[first] in topology.local
     ]
 
 

@@ -197,10 +197,11 @@ class Dealer:
         return min(near, key=self.seats.taken.__getitem__, default=emptiest)
 
     def _lane_to_decode(self, group: Group) -> int:
-        """Return the lane that should decode a request: one with its KV in local memory, if it has room."""
+        """Return the lane that should decode a request: one with its KV in local memory. If that lane has no room, and
+        replicas attend for each other, return the emptiest."""
         emptiest = self.seats.emptiest_to_decode
         near = self._near(group, True, emptiest)
-        return near if group.seats <= self.rows_left(near) else emptiest
+        return emptiest if self._placement.lends and group.seats > self.rows_left(near) else near
 
     def keep_prefixes(self, lane: Lane) -> None:
         """Add the prompts that the completed steps of a lane have computed to the prefix cache."""
@@ -227,7 +228,7 @@ class Dealer:
                 self._admissions.note_freed()
 
     def _fits_to_decode(self, group: Group) -> bool:
-        return group.seats <= self.rows_left(self.seats.emptiest_to_decode)
+        return group.seats <= self.rows_left(self._lane_to_decode(group))
 
     def borrow(self, lane: Lane, chunks: list[SequenceStep]) -> Group | None:
         """Let a lane without requests run a chunk of another lane's prompt. A lane that has chunks to lend wakes such

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lamina.cluster import sizing
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
 from lamina.core.sampling import SamplingParams
@@ -22,19 +23,36 @@ from tests.support.sweep import sweep
 from tests.support.waiting import END_S, wait_until
 
 TOKENS, LONG = 16, 40
+RANKS: dict[str, Any] = {"prefill": "cpu:2", "compute": "cpu:2", "memory": "local", "tensor_parallel": 2}
 SWITCHES: dict[str, dict[str, Any]] = {
     "one and one, TCP": {"compute": "cpu:1", "transport": "tcp"},
     "one and two, segments of 17": {"compute": "cpu:2", "lanes": 6, "kv_tokens_per_worker": 17},
     "in local memory of three": {"compute": "cpu:2", "memory": "local"},
     "nothing ahead, no cache": {"compute": "cpu:1", "plan_ahead": False, "prefix_cache": False},
+    "ranks": RANKS,
+    "ranks, one way": {**RANKS, "one_way": True},
+    "ranks, one way, no scratch": {**RANKS, "one_way": True, "prompt_attention": "memory"},
+    "two and two of ranks, one way": {**RANKS, "prefill": "cpu:4", "compute": "cpu:4", "lanes": 6, "one_way": True},
 }
 
 
-@pytest.mark.parametrize("switches", sweep(SWITCHES, ["one and two, segments of 17", "in local memory of three"]))
+def keep_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let replicas on CPUs attend for each other as those of several GPUs do, and serve nothing during sums."""
+    with_lending = sizing.with_lending
+    monkeypatch.setattr(sizing, "with_lending", lambda order, kinds: with_lending(order, ["cuda"]))
+
+
+@pytest.mark.parametrize(
+    "switches",
+    sweep(SWITCHES, ["one and two, segments of 17", "in local memory of three", "two and two of ranks, one way"]),
+)
 def test_prompts_apart_equal_hugging_face(
     switches: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reference = write_prepared(served("llama"), tmp_path)
+    settings: dict[str, Any] = {"memory": "cpu:2", "max_num_seqs": 8, "max_num_batched_tokens": 32, **switches}
+    if settings.pop("one_way", False):
+        keep_one_way(monkeypatch)
+    reference = write_prepared(served("llama"), tmp_path, ranks=settings.get("tensor_parallel", 1))
     draw = random.Random(3)
     begin = [draw.randrange(3, SERVED_VOCABULARY) for _ in range(30)]  # that all prompts share
     prompts = [begin + [draw.randrange(3, SERVED_VOCABULARY) for _ in range(count)] for count in (1, 9, 57, 3)]
@@ -46,8 +64,7 @@ def test_prompts_apart_equal_hugging_face(
         return made
 
     monkeypatch.setattr(Scheduler, "plan", plan)
-    settings: dict[str, Any] = {"memory": "cpu:2", "max_num_seqs": 8, "max_num_batched_tokens": 32, **switches}
-    engine = launch(EngineConfig(model=str(tmp_path), dtype=DType.FLOAT32, prefill="cpu:1", **settings))
+    engine = launch(EngineConfig(**{"model": str(tmp_path), "dtype": DType.FLOAT32, "prefill": "cpu:1", **settings}))
     try:
         role = engine.topology.pipeline.role
         assert {role(lane) for lane in range(engine.topology.pipeline.lanes)} == {"prefill", "decode"}
@@ -152,6 +169,37 @@ def test_a_replica_of_several_workers_changes_its_role_as_a_whole(parts: str, tm
         engine.close()
 
 
+def test_a_lost_rank_that_runs_prompts_or_decodes_costs_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all KV on one replica of two ranks, which serves nothing during sums. Without it, requests wait."""
+    keep_one_way(monkeypatch)
+    reference = write_prepared(served("llama"), tmp_path, ranks=2)
+    prompts = [[3 + number for number in range(count)] for count in (9, 57, 30)]
+    expected = [greedy(reference, prompt, LONG) for prompt in prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
+    workers = Killable()
+    engine = launch(dataclasses.replace(config(tmp_path, 2, 0), **RANKS, max_restarts=4), workers=workers)
+    try:
+        with pytest.raises(ConfigError, match="only those that decode hold KV; start with only memory workers"):
+            engine.scale(prefill=2, compute=-2).result(END_S)
+        with pytest.raises(ConfigError, match="uses no memory workers"):
+            engine.scale(memory=1).result(END_S)
+        for victim, prefills in (("compute1", ("compute4", "compute5")), ("compute2", ("compute4", "compute5"))):
+            recoveries = engine.stats().recoveries
+            streams = Streams(engine, [(prompt, params) for prompt in prompts])
+            streams.wait_for_tokens(10)
+            workers.signal(victim, signal.SIGKILL)
+            wait_for_recoveries(engine, recoveries + 1)
+            assert [[one.token_ids for one in each] for each in streams.results()] == [[one] for one in expected]
+            wait_until(lambda: len(engine.topology.computes) == 4, "the lost replica was not replaced")
+            assert engine.topology.prefills == prefills
+            assert not engine.topology.local.intersection(prefills)
+            wait_until(lambda: not any(one.used for one in engine.stats().memory.values()), "slots stayed in use")
+    finally:
+        engine.close()
+
+
 @pytest.mark.slow
 def test_a_lost_replica_for_prompts_is_replaced_in_its_role(tmp_path: Path) -> None:
     reference = write_prepared(served("llama"), tmp_path)
@@ -180,7 +228,7 @@ def test_a_pool_for_prompts_that_cannot_serve_is_an_error_before_workers_start()
         {"prefill": "cpu:0"},
         {"prefill": "local"},
         {"pipelining": "rotational"},
-        {"memory": "local", "tensor_parallel": 2, "prefill": "cuda:2", "compute": "cuda:2"},
+        {"memory": "local,cpu:1", "tensor_parallel": 2, "prefill": "cuda:2", "compute": "cuda:2"},
     ]
     for changes in bad:
         with pytest.raises(ConfigError, match=r"prefill|pool|local"):

@@ -145,6 +145,14 @@ def test_ranks_and_memory_on_gpus_equal_hugging_face(family: str, tmp_path: Path
     check_ranks(tmp_path, model, 2, (1, 3, 13), 3, compute="emulated:2", memory="emulated:1,cpu:1")
 
 
+@pytest.mark.parametrize("attention", ["memory", "compute"])
+def test_ranks_on_gpus_decode_what_others_prefill(attention: str, tmp_path: Path) -> None:
+    """KV is on the ranks that decode, which serve nothing while they wait for each other."""
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    pools = {"prefill": "emulated:2", "compute": "emulated:2", "memory": "local", "prompt_attention": attention}
+    check_ranks(tmp_path, served("llama"), 2, (1, 30), 3, **pools)
+
+
 def test_two_replicas_of_two_ranks_on_gpus(tmp_path: Path) -> None:
     model = served("llama", num_key_value_heads=1)
     check_ranks(tmp_path, model, 2, (1, 6, 34), 5, compute="emulated:4")

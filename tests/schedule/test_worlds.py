@@ -36,7 +36,16 @@ from tests.support.schedules import client
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
 
-KINDS = ("lends", "lends, prompts apart", "lends, two ranks", "local", "pool", "pool, prompts apart", "stripes")
+KINDS = (
+    "lends",
+    "lends, prompts apart",
+    "lends, two ranks",
+    "lends, two ranks, prompts apart, one way",
+    "local",
+    "pool",
+    "pool, prompts apart",
+    "stripes",
+)
 CAPACITIES = (27, 40, 60)
 ENOUGH = 6000
 
@@ -81,20 +90,24 @@ class World:
         self.chance, self.changes, self._numbers = chance, changes, itertools.count()
         self.ranks = 2 if "ranks" in kind else 1
         self.shards = HeadShards(4, 2) if "stripes" in kind or "ranks" in kind else HeadShards(2)
-        self.local, self.lends = "lends" in kind or kind == "local", "lends" in kind
+        self.local, self.lends, self.one_way = "lends" in kind or kind == "local", "lends" in kind, "one way" in kind
         replicas, capacity = chance.choice([2, 2, 3]), chance.choice(CAPACITIES)
         lanes, prefill = replicas * chance.choice([1, 1, 2]), int("apart" in kind)
-        self.first = Pipeline(lanes, replicas, ranks=self.ranks, prefill=prefill, lends=self.lends)
-        members = [self._member("compute", capacity if self.ranks > 1 else None) for _ in range(replicas * self.ranks)]
-        members += [self._member("memory") for _ in range(chance.choice([0, 1, 2] if self.local else [2, 3]))]
+        ranks, one_way = self.ranks, self.one_way
+        self.first = Pipeline(lanes, replicas, ranks=ranks, prefill=prefill, lends=self.lends, one_way=one_way)
+        without = prefill * ranks if one_way else 0
+        members = [self._member("compute", 0) for _ in range(without)]
+        members += [self._member("compute", capacity if ranks > 1 else None) for _ in range(replicas * ranks - without)]
+        counts = [0] if one_way else [0, 1, 2] if self.local else [2, 3]
+        members += [self._member("memory") for _ in range(chance.choice(counts))]
         self.topology = Topology(FIRST, tuple(members), self.first)
         self.turn = Turn(
             Limits(chance.choice([4, 6, 8]), chance.choice([8, 16]), 48, replicas, lanes),
             placement(
-                chance.choice(["auto", "token"]) if self.lends else "auto",
+                chance.choice(["auto", "token"]) if self.lends and not one_way else "auto",
                 self.topology.capacities,
                 self.shards,
-                chance.choice([None, None, 6]),
+                None if one_way else chance.choice([None, None, 6]),
                 self.topology,
             ),
             self.first,
@@ -187,6 +200,8 @@ class World:
         parts = [(name, part) for names, part in self.recipients.select(plan, self.now) for name in names]
         found = {name: self.workers[name].apply(part, name in runs, self.lends) for name, part in parts}
         assert len(found) == len(parts) and (found.keys() >= runs or not plan.runs)
+        if self.one_way:
+            self.check_one_way(plan, runs)
         for name in runs if plan.runs else ():
             known, rank = self.workers[name].sequences, self.topology.computes.index(name) % self.ranks
             assert known is not None
@@ -194,6 +209,16 @@ class World:
                 rows = message_rows(plan, known.segments, holder, self.shards, rank, self.ranks)
                 if not rows.empty:
                     same(rows, found[holder][rank].rows)
+
+    def check_one_way(self, plan: StepPlan, runs: set[str]) -> None:
+        """Check that KV of a sequence is on one replica: the one that runs the step, unless that only runs prompts."""
+        alone = not runs.isdisjoint(self.topology.prefills)
+        for step in plan.sequences if plan.runs else ():
+            known = self.workers[next(iter(runs))].sequences
+            assert known is not None
+            holders = {segment.worker for segment in known.segments[step.sequence]}
+            assert holders in [{*replica} for replica in self.topology.replicas]
+            assert alone or holders == runs
 
     # -- members
 
@@ -223,19 +248,20 @@ class World:
 
     def join(self, role: str) -> None:
         count = self.ranks if role == "compute" else 1
-        slots = self.topology.capacities.get(self.topology.computes[0]) if count > 1 else None
+        again = self.one_way and not self.topology.prefills
+        slots = 0 if again else max(self.topology.capacities.values()) if count > 1 else None
         members = [self._member(role, slots) for _ in range(count)]
         self.workers |= {member.name: Worker(member, self.shards, self.ranks) for member in members}
         pipeline, prefill = self.topology.pipeline, self.topology.pipeline.prefill
         if role == "compute":
-            more = (self.lends or not self.local) and self.chance.random() < 0.3
+            more = again if self.one_way else (self.lends or not self.local) and self.chance.random() < 0.3
             pipeline = self.first.with_replicas(len(self.topology.replicas) + 1, prefill + more)
         self.adopt(self.topology.joined(members, pipeline))
 
     def turn_role(self) -> None:
         replica, prefill = self.chance.choice(self.topology.replicas), self.topology.pipeline.prefill
         to = prefill - 1 if replica[0] in self.topology.prefills else prefill + 1
-        if to < len(self.topology.replicas) and (self.lends or not self.local):
+        if to < len(self.topology.replicas) and (self.lends or not self.local) and not self.one_way:
             self.adopt(self.topology.turned(replica, self.first.with_replicas(len(self.topology.replicas), to)))
 
     def change(self) -> None:

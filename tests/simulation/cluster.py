@@ -24,7 +24,7 @@ import msgspec
 
 from lamina.cluster import sizing
 from lamina.cluster.bringup import Cluster, Saved, bring_up, greet, take_over
-from lamina.cluster.pool import CPU
+from lamina.cluster.pool import CPU, CUDA
 from lamina.cluster.sizing import ClusterPlan
 from lamina.control.agent_messages import Start
 from lamina.core.errors import LaminaError
@@ -221,7 +221,7 @@ class Simulation:
         """Start another engine with the workers of the one that was killed, as ``launch`` does."""
         self.world.block(RESTART_S * (1 + self.world.random.random()))
         saved = msgspec.msgpack.decode(self.saved, type=Saved)
-        plan = self._plan(saved.kinds(), saved.greetings)
+        plan = self._plan(saved.kinds(), saved.greetings, saved.compute_setup.local)
         plan = replace(plan, limits=saved.limits, compute_setup=saved.compute_setup)
         server = SimulatedServer(self.network, self.processes, sorted(saved.topology.names))
         self.processes.server = server
@@ -234,9 +234,10 @@ class Simulation:
         if name in self.processes.living:
             server.on_connected(name)
 
-    def _plan(self, kinds: Any, greetings: Any, local: bool = False) -> ClusterPlan:
+    def _plan(self, kinds: Any, greetings: Any, local: bool) -> ClusterPlan:
         config, eos = sizing.fit_lanes(self.layout.config, len(kinds["compute"])), [*TOKENIZER.eos_token_ids]
-        return sizing.cluster_plan(config, MODEL, eos, kinds, greetings, is_open=False, trace=False, local=local)
+        plan = sizing.cluster_plan(config, MODEL, eos, kinds, greetings, is_open=False, trace=False, local=local)
+        return replace(plan, pipeline=sizing.with_lending(plan.pipeline, [CUDA])) if self.layout.one_way else plan
 
     def _begin(self, server: SimulatedServer, cluster: Cluster, limits: Limits) -> None:
         """Start the engine."""

@@ -95,9 +95,10 @@ class Process:
 
     def _find_unread(self) -> set[Unread]:
         """Return the messages of other replicas and of the engine that a worker with memory to lend has not read."""
-        mail = self.worker._mail if isinstance(self.worker, compute.ComputeWorker) else None
-        if mail is None or not mail.lenders:
+        lender = self.worker._lender if isinstance(self.worker, compute.ComputeWorker) else None
+        if lender is None or not lender._mail.lenders:
             return set()
+        mail = lender._mail
         sequence = self.endpoints[0].native.sequence
         found = {
             (peer, slot, number)

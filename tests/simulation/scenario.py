@@ -76,6 +76,7 @@ class Layout:
         pace: How long processes take, as ``Pace``.
         knobs: Values of constants of the product, by module and name.
         frontends: Number of processes through which clients send requests; 0: they are in the engine's process.
+        one_way: Whether replicas attend for each other as those of several GPUs do (``Pipeline.one_way``).
     """
 
     computes: int
@@ -86,6 +87,10 @@ class Layout:
     pace: Pace
     knobs: Mapping[tuple[str, str], float]
     frontends: int = 0
+    one_way: bool = False
+
+
+ONE_WAY = 0.05  # share of seeds with replicas that attend for each other one way, which few other choices bring about
 
 
 def layout(seed: int) -> Layout:
@@ -100,7 +105,31 @@ def layout(seed: int) -> Layout:
             continue
         pools = [CPU] * made.computes, [LOCAL] * made.local + [CPU] * made.memories
         if next(refusals(made.config, *pools), None) is None:
-            return dataclasses.replace(made, frontends=random.Random(f"frontends {seed}").choice([0, 1, 2]))
+            frontends, kept = random.Random(f"frontends {seed}").choice([0, 1, 2]), random.Random(f"one way {seed}")
+            made = dataclasses.replace(made, frontends=frontends)
+            return _one_way(made, kept) if kept.random() < ONE_WAY else made
+
+
+def _one_way(made: Layout, chance: random.Random) -> Layout:
+    """Return a cluster of replicas of two ranks: some only run prompts, and the others hold all KV."""
+    prefill, decode = chance.choice([1, 1, 2]), chance.choice([1, 2, 2])
+    config = dataclasses.replace(
+        made.config,
+        compute=f"{CPU}:{2 * decode}",
+        prefill=f"{CPU}:{2 * prefill}",
+        tensor_parallel=2,
+        pipeline_parallel=1,
+        memory=LOCAL,
+        kv_tokens_per_worker=None,
+        kv_overcommit=1.0,
+        kv_spill_dir=None,
+        partition="auto",
+        balance="auto",
+        lanes=(prefill + decode) * chance.choice([1, 1, 2]),
+    )
+    return dataclasses.replace(
+        made, computes=2 * (prefill + decode), memories=0, local=True, config=config, one_way=True
+    )
 
 
 def _themed(made: Layout, themed: Theme) -> Layout:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.cluster.pool import CPU, LOCAL
-from lamina.cluster.refusals import APART, refusals_of_prompt_attention
+from lamina.cluster.refusals import refusals_of_prompt_attention
 from lamina.cluster.sizing import uses_scratch
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
@@ -173,8 +173,6 @@ class Deployment:
             )
         if self.prefill is not None and self.pipelining == "rotational":
             raise ConfigError("workers for prompts alone need lanes in fixed order; leave out rotational pipelining")
-        if self.prefill is not None and self.local and not self.lends:
-            raise ConfigError(f"prefill beside local memory: {APART}; give --memory KIND:COUNT")
         if self.prefill_bounds is not None:
             self._require_roles(*self.prefill_bounds)
         if self.local and self.pipelining == "rotational":
@@ -233,10 +231,19 @@ class Deployment:
 
     @property
     def lends(self) -> bool:
-        """Whether replicas attend for each other to KV in their local memory."""
+        """Whether replicas attend for each other to KV in their local memory (``Pipeline.lends``)."""
         several = self.replicas + self.prefill_replicas > 1
+        return self.local and several and (not self._ranks_on_gpus or self.prefill is not None)
+
+    @property
+    def one_way(self) -> bool:
+        """Whether they do so only for replicas that only run prompts, which hold no KV (``Pipeline.one_way``)."""
+        return self.lends and self._ranks_on_gpus
+
+    @property
+    def _ranks_on_gpus(self) -> bool:
         kinds = {kind.kind for kind in (self.compute, self.prefill) if kind is not None}
-        return self.local and several and (self.tensor_parallel == 1 or kinds == {CPU})
+        return self.tensor_parallel > 1 and kinds != {CPU}
 
     @property
     def prompts_alone(self) -> "Deployment":
@@ -332,9 +339,10 @@ def scratch_of(
     named = {f"memory{index}": kind for index, kind in enumerate(memories)}
     if not uses_scratch(config, pipeline, {"compute": computes, "memory": named}):
         return [0] * len(holders)
+    besides = [local and not (deployment.one_way and replica < pipeline.prefill) for replica in range(len(holders))]
     return [
-        scratch_tokens(one.compute_cost, one.group, longest, local, one.reserved_bytes if local else 0.0)
-        for one in holders
+        scratch_tokens(one.compute_cost, one.group, longest, beside_kv, one.reserved_bytes if local else 0.0)
+        for one, beside_kv in zip(holders, besides, strict=True)
     ]
 
 

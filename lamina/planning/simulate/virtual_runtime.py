@@ -75,7 +75,7 @@ class Simulation:
         self._memories = [f"memory{index}" for index in range(deployment.memory_workers)]
         self._longest = 1 + int((arrivals.prompt + self._asked).max(initial=2))
         self._scratch = scratch_of(self._config, self._pipeline, deployment, self._holders, self._longest)
-        self._places = [*self._topology.capacities]
+        self._places = [*(self._topology.computes if deployment.local else self._topology.memories)]
         bounds = deployment.prefill_bounds
         self._roles = None if bounds is None else RoleBalance(*(workers // deployment.group for workers in bounds))
         self._look_at = math.inf if bounds is None else 0.0
@@ -114,7 +114,7 @@ class Simulation:
         except ValueError as error:  # too few lanes for the replicas
             raise ConfigError(str(error)) from error
         starts = stage_starts(self._deployment.model, stages) if stages > 1 else ()
-        return replace(pipeline, lends=self._deployment.lends, starts=starts)
+        return replace(pipeline, lends=self._deployment.lends, one_way=self._deployment.one_way, starts=starts)
 
     @property
     def _stages(self) -> int:
@@ -303,11 +303,14 @@ class Simulation:
     @property
     def _topology(self) -> Topology:
         """The stages of the replicas, each as one worker, and the memory workers."""
+        stages, without = self._pipeline.stages, self._pipeline.prefill if self._pipeline.one_way else 0
+        slots = [
+            holder.kv_tokens - scratch if holder.local and replica >= without else 0
+            for replica, (holder, scratch) in enumerate(zip(self._holders, self._scratch, strict=True))
+        ]
         members = [
-            Member(f"compute{index}", "compute", CPU, "", holder.kv_tokens - scratch if holder.local else 0, scratch)
-            for index, (holder, scratch) in enumerate(
-                each for each in zip(self._holders, self._scratch, strict=True) for _ in range(self._pipeline.stages)
-            )
+            Member(f"compute{index}", "compute", CPU, "", slots[index // stages], self._scratch[index // stages])
+            for index in range(self._stages)
         ]
         capacity = self._deployment.kv_tokens if self._memories else 0
         members += [Member(name, "memory", CPU, "", capacity) for name in self._memories]

@@ -112,11 +112,8 @@ def test_pools_as_launch_takes_them(trace: Path) -> None:
     small = ("--model", "Llama-2-7B", "--memory", "local", "--trace", trace)
     result = json.loads(run(*small, "--compute", "a100:1", "--prefill", "h100:1", "--json").stdout)
     assert [one["name"] for one in result["pools"]] == ["prefill", "compute"] and result["requests"]["finished"] == 60
-    for arguments, said in (
-        ((*POOLS, "--prefill", "h100:1", "--system", "disaggregated"), "--prefill is for pools of Lamina"),
-        (
-            (*small, "--compute", "a100:2", "--prefill", "h100:2", "--tensor-parallel", 2),
-            "own memory",
-        ),
-    ):
-        commands.assert_refused(run(*arguments, "--trace", trace), said)
+    ranks = run(*small, "--compute", "a100:4", "--prefill", "h100:2", "--tensor-parallel", 2, "--json")
+    result = json.loads(ranks.stdout)
+    assert [one["workers"] for one in result["pools"]] == [2, 4] and result["requests"]["finished"] == 60
+    refused = run(*POOLS, "--prefill", "h100:1", "--system", "disaggregated", "--trace", trace)
+    commands.assert_refused(refused, "--prefill is for pools of Lamina")
