@@ -1,6 +1,7 @@
 """Console output of the commands: results go to standard output, errors and notes to standard error."""
 
 import errno
+import math
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -125,3 +126,9 @@ def show_size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} TiB"
+
+
+def show_rate(per_second: float) -> str:
+    """Return a rate with two decimals or, below 1, three significant digits."""
+    decimals = 2 if not 0 < per_second < 1 else 2 - math.floor(math.log10(per_second))
+    return f"{per_second:.{decimals}f}"

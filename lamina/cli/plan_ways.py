@@ -179,10 +179,12 @@ def _stacked(cells: tuple[str, ...], joint: str) -> list[str]:
 
 def cells(trial: "Trial") -> tuple[str, ...]:
     """Return a row of the table: the way, and a figure for each of ``HEADINGS``."""
+    from lamina.cli.console import show_rate
+
     result = trial.result
     return (
         trial.way.describe(),
-        f"{trial.requests_s:.2f}",
+        show_rate(trial.requests_s),
         f"{result.ttft_s.p99:.2f} s",
         f"{result.stalled_s.p99:.2f} s",
         f"{result.tbt_s.p99 * 1e3:.0f} ms",
@@ -191,7 +193,7 @@ def cells(trial: "Trial") -> tuple[str, ...]:
         f"{trial.usd_per_million_in:.2f}",
         f"{trial.usd_per_million_out:.2f}",
         " ".join(f"{pool.busy:.0%}" for pool in result.pools),
-        f"{trial.capacity.requests_s:.2f} ({trial.capacity.requests_s / trial.requests_s - 1:+.0%})",
+        f"{show_rate(trial.capacity.requests_s)} ({trial.capacity.requests_s / trial.requests_s - 1:+.0%})",
     )
 
 
@@ -219,8 +221,10 @@ def _offloads(candidates: "Sequence[Way]") -> bool:
 
 def serves(trial: "Trial") -> str:
     """Return a sentence with a way's load and cost, and their errors."""
+    from lamina.cli.console import show_rate
+
     return (
-        f"It serves {trial.requests_s:.2f} requests/s for ${trial.capacity.usd_per_hour:.2f}/h: "
+        f"It serves {show_rate(trial.requests_s)} requests/s for ${trial.capacity.usd_per_hour:.2f}/h: "
         f"${1000 * trial.usd_per_request:.2f} for 1,000 requests, ${trial.usd_per_million_in:.2f} for a million "
         f"tokens in and ${trial.usd_per_million_out:.2f} out. The load found is within {trial.error:.0%} of the "
         f"simulator's highest; predicted throughput was within {MODEL_ERROR:.0%} of that measured in nine of ten "

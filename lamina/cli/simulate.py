@@ -252,6 +252,7 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
+    from lamina.cli.console import show_rate
     from lamina.planning.simulate import State
 
     table = Table(title=f"{result.system}: {deployment.model.name}, {trace.name}", box=SIMPLE_HEAD, show_header=False)
@@ -268,7 +269,7 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
     table.add_row("sustained", _sustained(result))
     table.add_row(
         "whole run",
-        f"{result.tokens_s:.0f} output tokens/s, {result.requests_s:.2f} requests/s, its start and end included",
+        f"{result.tokens_s:.0f} output tokens/s, {show_rate(result.requests_s)} requests/s, its start and end included",
     )
     arrivals = result.log.arrivals.arrival_s
     if result.queued > OVERLOADED and 0 < arrivals[-1] < OVERLOADED * result.seconds:
@@ -294,8 +295,10 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
 
 def _sustained(result: "Result") -> str:
     """Return the rate at which requests end while others arrive, and what each costs then, as in `lamina plan`."""
+    from lamina.cli.console import show_rate
+
     rate, offered = result.served_requests_s, result.offered_requests_s
-    text = f"{rate:.2f} requests/s" + (f", of {offered:.2f} that arrived" if offered else "")
+    text = f"{show_rate(rate)} requests/s" + (f", of {show_rate(offered)} that arrived" if offered else "")
     if result.usd_per_hour is None or not rate:
         return text
     return f"{text}: ${result.usd_per_hour / 3.6 / rate:.2f} per 1,000 requests"

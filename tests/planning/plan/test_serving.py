@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from lamina.cli import app
 from lamina.cli import plan_ways as table
+from lamina.cli.console import show_rate
 from lamina.core.errors import UserError
 from lamina.planning.crossover_map import trace
 from lamina.planning.plan import hardware, model_shapes, prices, workload
@@ -327,6 +328,15 @@ def test_requests_that_wait_between_prefill_and_decoding_are_not_within_the_slos
     printed = table.cells(Trial(capacity=found, rate=1.0, error=0.1, result=result, requests=50, workload=served))
     shown = dict(zip(table.HEADINGS, printed[1:], strict=True))
     assert (shown["TTFT p99"], shown["stall p99"]) == ("0.10 s", f"{0.1 + 0.02 + stall_s:.2f} s")
+    assert shown["model"].startswith(f"{found.requests_s:.2f} (")
+
+
+@pytest.mark.parametrize(
+    ("rate", "shown"), [(21.349, "21.35"), (1.0, "1.00"), (0.4056, "0.406"), (0.01979, "0.0198"), (0.0, "0.00")]
+)
+def test_low_rates_have_three_significant_digits(rate: float, shown: str) -> None:
+    """Plans of long contexts serve a request a minute."""
+    assert show_rate(rate) == shown
 
 
 def test_simulate_repeats_what_plan_printed(planned: tuple[Path, dict[str, Any]]) -> None:
