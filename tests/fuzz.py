@@ -1,6 +1,6 @@
 """Random requests of several clients, beside aborts and under memory pressure, on every layout of a cluster.
 
-    python -m tests.fuzz [--seed N] [--seconds 60] [--layout NAME]
+    python -m tests.fuzz [--seed N] [--seconds 60] [--layout NAME] [--family gemma2]
 
 Every output must equal that of the request alone on one worker with local memory, and greedy ones Hugging Face's;
 every request must end once, and no slot may stay in use. ``--seconds`` are shared by the layouts, all but for the time
@@ -34,7 +34,7 @@ from lamina.engine.engine import Engine
 from lamina.launch import launch
 from tests.support.commands import start
 from tests.support.prepared_checkpoints import write_prepared
-from tests.support.random_models import SERVED_VOCABULARY, greedy, served
+from tests.support.random_models import SERVED, SERVED_VOCABULARY, greedy, served
 from tests.support.waiting import END_S
 from tests.support.whole_outputs import whole
 
@@ -67,6 +67,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "throughput": {"balance": "throughput", "memory": "cpu:3"},
     "ledger": {"balance": "ledger", "memory": "cpu:3"},
     "int8": {"kv_cache_dtype": "int8"},
+    "prompts on compute": {"prompt_attention": "compute", "pipelining": "fixed"},
+    "prefill apart": {"prefill": "cpu:1", "memory": "local"},
     "frontends": {},
     "scaling": {},
     "TLS": {"transport": "tcp", "tls": True},
@@ -113,12 +115,12 @@ def _params(draw: random.Random) -> SamplingParams:
 
 
 class Reference:
-    """A checkpoint in ``place`` and the requests of a seed."""
+    """A checkpoint of a family in ``place`` and the requests of a seed."""
 
-    def __init__(self, place: Path, seed: int) -> None:
+    def __init__(self, place: Path, seed: int, family: str) -> None:
         self.place, self.requests = place, random_requests(seed)
-        self._model = write_prepared(served("llama"), place)
-        write_prepared(served("llama"), place, ranks=2)
+        self._model = write_prepared(served(family), place)
+        write_prepared(served(family), place, ranks=2)
 
     def alone(self, **settings: Any) -> list[list[CompletionOutput]]:
         """What each request gets alone, on one worker with local memory."""
@@ -189,20 +191,29 @@ def difference(got: Sequence[CompletionOutput], expected: Sequence[CompletionOut
 
 
 class Load:
-    """Clients that send requests until ``deadline``, abort some, and compare the outputs."""
+    """Clients that send requests for ``seconds``, abort some, and compare the outputs.
+
+    Attributes:
+        deadline: When the clients stop; ``start`` sets it.
+    """
 
     def __init__(
         self,
         requests: Sequence[Prompt],
         expected: Sequence[Sequence[CompletionOutput]],
         seed: int,
-        deadline: float,
+        seconds: float,
         rounded: bool,
     ) -> None:
         self.same = self.compared = self.aborted = 0
         self._requests, self._expected = requests, expected
-        self._seed, self._deadline, self._rounded = seed, deadline, rounded
+        self._seed, self._seconds, self._rounded = seed, seconds, rounded
+        self.deadline = 0.0
         self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begin the time of the clients, once the workers run."""
+        self.deadline = time.monotonic() + self._seconds
 
     def run(self, client: Callable[[int], None]) -> None:
         """Let the clients, by number, run at once. Raises what the first that fails raises."""
@@ -213,7 +224,7 @@ class Load:
     def waves(self, client: int) -> Iterator[list[tuple[int, float | None]]]:
         """The requests, by number, that a client sends at once, and when it aborts each, in seconds."""
         draw = random.Random(f"{self._seed} {client}")
-        while time.monotonic() < self._deadline:
+        while time.monotonic() < self.deadline:
             sizes, share = ([8, 16], 0.1) if client % 2 else ([1, 2, 3], 0.4)  # batches, or streams closed early
             numbers = draw.choices(range(DISTINCT), k=draw.choice(sizes))
             yield [(number, draw.uniform(0, 0.2) if draw.random() < share else None) for number in numbers]
@@ -303,13 +314,14 @@ def check_empty(slots_in_use: Callable[[], object]) -> None:
         time.sleep(0.1)
 
 
-def fuzz_engine(place: Path, layout: str, load: Load, deadline: float, spill: Path) -> None:
+def fuzz_engine(place: Path, layout: str, load: Load, spill: Path) -> None:
     """Run the load on an engine of this process. Raises AssertionError."""
     settings = BASE | LAYOUTS[layout] | ({"kv_spill_dir": str(spill)} if layout == "spilling" else {})
     engine = launch(EngineConfig(model=str(place), **settings))
     try:
         with ThreadPoolExecutor(1) as threads:
-            scaled = threads.submit(scale, engine, deadline) if layout == "scaling" else None
+            load.start()
+            scaled = threads.submit(scale, engine, load.deadline) if layout == "scaling" else None
             load.run(lambda client: load.engine_client(engine, client))
             if scaled is not None:
                 scaled.result()
@@ -336,6 +348,7 @@ def fuzz_server(place: Path, load: Load) -> None:
         assert stream is not None
         threading.Thread(target=stream.read, daemon=True).start()  # else the server would wait for its reader
     try:
+        load.start()
         load.run(lambda client: load.http_client(server.url, client))
 
         def in_use() -> object:
@@ -349,23 +362,22 @@ def fuzz_server(place: Path, load: Load) -> None:
         server.process.wait(END_S)
 
 
-def fuzz(seed: int, seconds: float, layouts: Sequence[str]) -> list[str]:
-    """Run the layouts one after another, and return what was wrong with each."""
+def fuzz(seed: int, seconds: float, layouts: Sequence[str], family: str = "llama") -> list[str]:
+    """Run the layouts one after another, and return what was wrong with each. ``family``: of the model."""
     print(f"seed {seed}", flush=True)
     faults = []
     with tempfile.TemporaryDirectory() as place, tempfile.TemporaryDirectory(dir=Path.cwd()) as spill:
-        reference = Reference(Path(place), seed)
+        reference = Reference(Path(place), seed, family)
         exact = reference.alone()
         reference.check_greedy(exact)
         for layout in layouts:
             expected = reference.alone(**LAYOUTS[layout]) if layout in ROUNDED else exact
-            deadline = time.monotonic() + seconds / len(layouts)
-            load = Load(reference.requests, expected, seed, deadline, layout in ROUNDED)
+            load = Load(reference.requests, expected, seed, seconds / len(layouts), layout in ROUNDED)
             try:
                 if layout == "frontends":
                     fuzz_server(reference.place, load)
                 else:
-                    fuzz_engine(reference.place, layout, load, deadline, Path(spill))
+                    fuzz_engine(reference.place, layout, load, Path(spill))
                 load.check()
             except Exception as error:  # an engine that fails in any way is what is looked for
                 faults.append(f"{layout}, --seed {seed}: {type(error).__name__}: {error}")
@@ -379,8 +391,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=secrets.randbits(31))
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--layout", choices=LAYOUTS, action="append")
+    parser.add_argument("--family", choices=SERVED, default="llama")
     given = parser.parse_args()
-    sys.exit(bool(fuzz(given.seed, given.seconds, given.layout or [*LAYOUTS])))
+    sys.exit(bool(fuzz(given.seed, given.seconds, given.layout or [*LAYOUTS], given.family)))
 
 
 if __name__ == "__main__":
