@@ -317,6 +317,31 @@ class Deployment:
             )
 
 
+def holders_of(deployment: Deployment) -> list[Deployment]:
+    """Return the deployment that holds each replica's weights and local KV. Raises ConfigError if they do not fit."""
+    deployment.require_weights(deployment.compute_cost)
+    holders = [deployment] * deployment.replicas
+    if deployment.prefill_replicas:
+        alone = deployment.prompts_alone
+        alone.require_weights(alone.compute_cost)
+        holders = [*[alone] * deployment.prefill_replicas, *holders]
+    return holders
+
+
+def config_of(deployment: Deployment) -> EngineConfig:
+    """Return the settings of the runtime that a deployment stands for."""
+    prefill, stages = deployment.prefill_replicas, deployment.pipeline_parallel
+    return EngineConfig(
+        prefill=f"{CPU}:{prefill * stages}" if prefill else None,
+        pipeline_parallel=stages,
+        lanes=deployment.lanes,
+        pipelining=deployment.pipelining,
+        max_num_seqs=deployment.max_num_seqs,
+        max_num_batched_tokens=deployment.max_num_batched_tokens,
+        prompt_attention=deployment.prompt_attention,
+    )
+
+
 def scratch_of(
     config: EngineConfig, pipeline: Pipeline, deployment: Deployment, holders: Sequence[Deployment], longest: int
 ) -> list[int]:

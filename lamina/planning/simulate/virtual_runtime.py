@@ -18,7 +18,6 @@ from dataclasses import replace
 from lamina import _native
 from lamina.cluster import sizing
 from lamina.cluster.pool import CPU
-from lamina.config.engine_config import EngineConfig
 from lamina.control.messages import StepDone
 from lamina.control.timeline import Span
 from lamina.core.errors import ConfigError, RequestError
@@ -31,7 +30,16 @@ from lamina.core.types import Request, Segment
 from lamina.kv.placement import Placement
 from lamina.planning.simulate.repeats import Repeat, Repeats
 from lamina.planning.simulate.result import Decisions, PoolUse, RequestLog, Result, State, Stops
-from lamina.planning.simulate.scenario import Arrivals, Deployment, Fault, Ints, scratch_of, stage_starts
+from lamina.planning.simulate.scenario import (
+    Arrivals,
+    Deployment,
+    Fault,
+    Ints,
+    config_of,
+    holders_of,
+    scratch_of,
+    stage_starts,
+)
 from lamina.planning.simulate.sequences import Drawn, Numbers, requests_of
 from lamina.planning.simulate.step_times import Lent, LocalStepModel, SplitSequence, StepModel
 from lamina.schedule.limits import MAX_WAITING
@@ -53,24 +61,10 @@ class Simulation:
         self._shares = deployment.prefix_cache and len(arrivals.contents) > 0
         self._arrival_s: list[float] = arrivals.arrival_s.tolist()
         self._faults = sorted(faults, key=lambda fault: fault.at_s)
-        deployment.require_weights(deployment.compute_cost)
-        prefill, stages = deployment.prefill_replicas, deployment.pipeline_parallel
-        self._holders = [deployment] * deployment.replicas  # of each replica's weights, and of local KV
-        if prefill:
-            alone = deployment.prompts_alone
-            alone.require_weights(alone.compute_cost)
-            self._holders = [*[alone] * prefill, *self._holders]
+        self._holders = holders_of(deployment)
         self._lent = Lent()
         self._model, self._prompts_model = (self._model_of(each) for each in (deployment, self._holders[0]))
-        self._config = EngineConfig(
-            prefill=f"{CPU}:{prefill * stages}" if prefill else None,
-            pipeline_parallel=stages,
-            lanes=deployment.lanes,
-            pipelining=deployment.pipelining,
-            max_num_seqs=deployment.max_num_seqs,
-            max_num_batched_tokens=deployment.max_num_batched_tokens,
-            prompt_attention=deployment.prompt_attention,
-        )
+        self._config = config_of(deployment)
         self._pipeline = self._make_pipeline(len(self._holders))
         self._memories = [f"memory{index}" for index in range(deployment.memory_workers)]
         self._longest = 1 + int((arrivals.prompt + self._asked).max(initial=2))
