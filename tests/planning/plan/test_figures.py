@@ -1,6 +1,7 @@
 """Headline directions of the papers' serving figures, as `python -m bench.cost.figures` simulates them."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,6 +48,17 @@ def test_tokens_come_faster_with_more_groups_and_no_faster_with_more_stages() ->
 def test_groups_join_a_prompt_one_after_another() -> None:
     """Mnemosyne, Figure 19: each when the prompt reaches its part."""
     assert figures.joining("Llama-3-8B", 100_000, 4) == pytest.approx([0, 0.25, 0.5, 0.75], abs=0.06)
+
+
+def test_four_replicas_share_the_chunks_of_one_prompt() -> None:
+    """LoongServe's elastic sequence parallelism of prompts, with as many memory workers as replicas."""
+
+    def seconds(replicas: int) -> float:
+        pools = {"kv_tokens_per_worker": 2048 if replicas > 1 else None, "lanes": 2 * replicas, "pipelining": "fixed"}
+        deployment = replace(figures.a800s(2 * replicas, 2, replicas, **pools), max_num_batched_tokens=2048)
+        return float(figures.beside(deployment, 50_000).log.first_s[-1])
+
+    assert 0.8 < seconds(1) / seconds(4) / 4 < 1
 
 
 @pytest.mark.slow
