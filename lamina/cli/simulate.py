@@ -298,7 +298,8 @@ def _sustained(result: "Result") -> str:
     from lamina.cli.console import show_rate
 
     rate, offered = result.served_requests_s, result.offered_requests_s
-    text = f"{show_rate(rate)} requests/s" + (f", of {show_rate(offered)} that arrived" if offered else "")
+    text = f"{show_rate(rate)} requests/s"
+    text += ", which arrived at once" if result.at_once else f", of {show_rate(offered)} that arrived"
     if result.usd_per_hour is None or not rate:
         return text
     return f"{text}: ${result.usd_per_hour / 3.6 / rate:.2f} per 1,000 requests"

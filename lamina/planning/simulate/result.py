@@ -30,6 +30,9 @@ class State(enum.Enum):
 _STATES = tuple(State)
 _NUMBERS = {state: number for number, state in enumerate(_STATES)}
 
+AT_ONCE = 0.02
+"""Share of a run in which all requests arrive if they count as arriving at once."""
+
 BUSY = 0.8
 """Share of the time above which a resource counts as busy, or a queue as the bottleneck."""
 
@@ -252,9 +255,16 @@ class Result:
 
     @property
     def served_requests_s(self) -> float:
-        """Requests per second that the system serves while others arrive: arrivals without the queue's ``growth``."""
-        offered = self.offered_requests_s
-        return offered / (1 + max(0.0, self.growth)) if offered else self.requests_s
+        """Requests per second that the system serves while others arrive: arrivals without the queue's ``growth``.
+
+        Those of the whole run if they arrived ``at_once``.
+        """
+        return self.requests_s if self.at_once else self.offered_requests_s / (1 + max(0.0, self.growth))
+
+    @property
+    def at_once(self) -> bool:
+        """Whether all requests arrived within ``AT_ONCE`` of the run: no others arrive while they are served."""
+        return float(self.log.arrivals.arrival_s.max(initial=0.0)) <= AT_ONCE * self.seconds
 
     @property
     def ttft_s(self) -> Percentiles:

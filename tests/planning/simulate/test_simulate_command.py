@@ -1,6 +1,7 @@
 """`lamina simulate` on the command line."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -51,6 +52,15 @@ def test_requests_that_come_too_fast_are_named_as_the_cause(trace: Path) -> None
         done = run(*POOLS, "--trace", trace, "--draw", 1000, "--rate-scale", scale)
         assert done.returncode == 0, done.stderr
         assert ("arrived faster than they ended" in done.stdout) is overloaded
+
+
+def test_requests_that_arrive_at_once_are_sustained_at_the_rate_of_the_run(trace: Path) -> None:
+    """No other requests arrive while they are served, so their waits do not tell a rate."""
+    done = run(*POOLS, "--trace", trace, "--rate-scale", 1_000_000)
+    assert done.returncode == 0, done.stderr
+    (sustained,) = re.findall(r"sustained +([\d.]+) requests/s, which arrived at once", done.stdout)
+    (whole,) = re.findall(r"tokens/s, ([\d.]+) requests/s, its start", done.stdout)
+    assert sustained == whole
 
 
 def test_a_lost_worker_is_named_as_the_cause_of_what_it_ends(trace: Path) -> None:
