@@ -93,7 +93,7 @@ class Sequences:
         placed = by_sequence(admission.segments)
         for place, index in enumerate(admission.indices):
             sequence = admission.sequence + place
-            self.segments[sequence] = placed.get(sequence) or for_sequence(sequence, admission.segments)
+            self.segments[sequence] = placed.get(sequence) or for_sequence(sequence, next(iter(placed.values()), ()))
             eos, prompt = self._eos_token_ids, admission.prompt
             row = Row(sequence, admission.params, admission.seed, index, eos_token_ids=eos, prompt=prompt)
             self._completions[sequence] = _Completion(admission, row)
