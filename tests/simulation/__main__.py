@@ -28,6 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=1000, help="steps of a run while faults and requests come")
     parser.add_argument("--runs", type=int, default=1, help="number of runs")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after this wall time")
+    parser.add_argument("--core-seconds", type=float, default=float("inf"), help="nor after this time of a core")
     parser.add_argument("--faults", help="numbers of the faults to keep, such as 0,3; empty: none. Default: all")
     parser.add_argument("--case", help="run this case (tests.simulation.cases), or all of them")
     parser.add_argument("--bug", help="put this fault of the history back (tests.simulation.bugs)")
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     kept = None if options.faults is None else [int(one) for one in options.faults.split(",") if one]
     begun, totals = time.perf_counter(), [0, 0, 0, 0.0]
     for seed in range(options.seed, options.seed + options.runs):
-        if time.perf_counter() - begun > options.seconds:
+        if time.perf_counter() - begun > options.seconds or time.process_time() > options.core_seconds:
             break
         print(f"seed {seed}", flush=True)
         report = _run(seed, options.steps, kept)

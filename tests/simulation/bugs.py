@@ -265,7 +265,7 @@ def main() -> int:
     """Run the command line; the exit status is 1 if a fault was not found."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.bugs", description=__doc__)
     parser.add_argument("names", nargs="*", help="names of faults. Default: all")
-    parser.add_argument("--seconds", type=float, default=600.0, help="wall time for each fault")
+    parser.add_argument("--seconds", type=float, default=600.0, help="time of a core for each fault")
     parser.add_argument("--steps", type=int, default=200, help="steps of each run")
     parser.add_argument("--seed", type=int, default=1, help="seed of the first run")
     options = parser.parse_args()
@@ -301,9 +301,9 @@ def import_with(bug: Bug) -> None:
 
 def _search(bug: Bug, seed: int, steps: int, seconds: float) -> str | None:
     """Return how a run fails with this fault, and does not without it; None if none does in time."""
-    deadline, first = time.perf_counter() + seconds, seed
-    while (left := deadline - time.perf_counter()) > 0:
-        limits = ["--runs", "1000000", "--seconds", str(left), "--bug", bug.name]
+    deadline, first = _used() + seconds, seed
+    while (left := deadline - _used()) > 0:
+        limits = ["--runs", "1000000", "--core-seconds", str(left), "--bug", bug.name]
         found = _failure(first, steps, limits)
         if found is None:
             return None

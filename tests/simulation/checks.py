@@ -5,11 +5,17 @@ here is what tokens do not show: who owns slots, slots of messages, leases and r
 """
 
 import collections
+import contextlib
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 
 from lamina.compute.worker import ComputeWorker
+from lamina.core.types import Segment
+from lamina.memory.device.windows import Rows, Windows
 from lamina.memory.slab import Slab
 from lamina.memory.store import KvStore
 from lamina.memory.worker import MemoryWorker
@@ -58,6 +64,11 @@ def check_turn(run: "Simulation") -> None:
             until = max(group.until, *(one.until for one in group.completions))
             name, steps = group.request.request_id, lane.decoding.steps
             require(until <= steps, f"{name} waits for step {until} of lane {lane.number}, which has planned {steps}")
+    _check_known(engine, running)
+    aborted = run.frontends.aborted()
+    late = sorted(aborted & run.aborted)
+    require(not late, f"{', '.join(late)} run on, although their frontends have told the engine to abort them")
+    run.aborted = aborted
     placement = scheduler.placement
     for place, reserved in placement.reserved.items():
         require(0 <= placement.returning[place] <= reserved, f"{reserved} slots of {place} are reserved")
@@ -70,6 +81,64 @@ def check_turn(run: "Simulation") -> None:
     process = living[run.turns % len(living)] if living else None  # each in turn: it takes long
     if process is not None and (store := _store(process.worker)) is not None:
         _check_slab(process.name, store.slab)
+        _check_order(process.name, store.held.segments)
+    if process is not None and isinstance(process.worker, ComputeWorker):
+        _check_order(process.name, process.worker._sequences.segments)
+
+
+def _check_known(engine: Any, running: "collections.Counter[Any]") -> None:
+    """The engine knows which workers know each sequence that a plan has admitted."""
+    known, lanes = engine._members.recipients._known, engine._scheduler._lanes
+    for group in running:
+        for completion in () if group in lanes[group.lane].dealt else group.completions:
+            told = completion.released or completion.sequence in known
+            name = group.request.request_id
+            require(told, f"no worker would be told of sequence {completion.sequence} of {name}, which runs")
+
+
+def _check_order(name: str, segments: Mapping[int, Sequence[Segment]]) -> None:
+    """Segments are listed by first token, and no two of them hold the same head of a token."""
+    for sequence, held in segments.items():
+        starts = [one.tokens[0] for one in held]
+        require(starts == sorted(starts), f"{name} lists segments of sequence {sequence} out of order: {held}")
+        for head in range(max((one.heads[1] for one in held), default=0)):
+            spans = [one.tokens for one in held if one.heads[0] <= head < one.heads[1]]
+            apart = all(stop is not None and stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
+            require(apart, f"{name} holds tokens of head {head} of sequence {sequence} twice: {held}")
+
+
+def _check_told(name: str, store: KvStore, known: Collection[Any]) -> None:
+    """The engine knows of every segment with tokens, and so releases it at some time."""
+    told = {(one.sequence, one.tokens[0], one.heads) for each in known for one in each.segments if one.worker == name}
+    held = {
+        (sequence, first, (start, stop))
+        for sequence, segments in store.held.lengths.items()
+        for first, start, stop, tokens in segments
+        if tokens
+    }
+    require(
+        held <= told, f"the engine does not know of (sequence, first token, heads) {held - told}, which {name} holds"
+    )
+
+
+@contextlib.contextmanager
+def rows_watched(run: "Simulation") -> Iterator[None]:
+    """Let memory workers fail that free rows of windows under a step that brings their tokens."""
+    collect = Windows._collect
+
+    def watched(windows: Windows, arriving: Rows) -> None:
+        before = windows._rows >= 0
+        collect(windows, arriving)
+        for one in run.processes.living.values():
+            worker = one.worker
+            if isinstance(worker, MemoryWorker) and worker._store.held is windows._needed.__self__:  # type: ignore[attr-defined]
+                for step in itertools.chain.from_iterable(lane.steps for lane in worker._lanes):
+                    slots = np.concatenate([step.slots, step.pulled_slots])
+                    lost = int((before[slots] & (windows._rows[slots] < 0)).sum())
+                    require(not lost, f"rows of {lost} tokens were freed during the step that brings them")
+
+    with mock.patch.object(Windows, "_collect", watched):
+        yield
 
 
 def _store(worker: object) -> KvStore | None:
@@ -132,6 +201,7 @@ def check_quiet(run: "Simulation") -> None:
             _check_slab(name, store.slab)
             idle, held = prefixes.idle(name)[0], store.used_tokens
             require(held == idle, f"{name} holds {held} tokens; the engine knows of {idle} in cached prefixes")
+            _check_told(name, store, engine._members.recipients._known.values())
         if isinstance(worker, MemoryWorker):
             idles = all(lane.is_idle and not lane.steps for lane in worker._lanes)
             require(idles, f"{name} has lanes that are not idle")

@@ -35,7 +35,7 @@ from lamina.memory import disk_tier
 from lamina.models import directory
 from lamina.schedule.limits import Limits
 from lamina.text.tokenizer import Tokenizer
-from tests.simulation.checks import check_quiet, check_turn
+from tests.simulation.checks import check_quiet, check_turn, rows_watched
 from tests.simulation.clients import Clients
 from tests.simulation.control import ENGINE, Processes, SimulatedServer
 from tests.simulation.disk import Disks
@@ -50,6 +50,7 @@ MODEL = directory.find(None)
 TOKENIZER = Tokenizer(MODEL)
 RESTART_S = 1.0  # at least, from an engine's end to the start of the next one
 FAULTY_S = 300.0  # at most, while faults and requests come
+SETTLED_S = 20.0  # without a worker that joins or leaves, until what must hold at rest is checked
 CALM_S = 240.0  # after the last fault, within which every request must end
 
 
@@ -121,6 +122,8 @@ class Simulation:
         self.engine_task: Task | None = None
         self.failure: BaseException | None = None
         self.turns = 0  # of engines
+        self._changed_at = 0.0  # when a worker was last joining or leaving, once all requests have ended
+        self.aborted = set[str]()  # after the latest turn, as ``Frontends.aborted``
         self.calm = False  # no fault and no request comes any more
         self.saved = b""  # what another engine needs to take over
         self.is_down = False  # the engine was killed, and no other one has taken over yet
@@ -139,6 +142,7 @@ class Simulation:
             turned(self.layout.knobs),
             self._points.patched(),
             self.frontends.patched(),
+            rows_watched(self),
         ):
             try:
                 self._run()
@@ -177,11 +181,18 @@ class Simulation:
         self._raise_failure()
         if late := [one.name for one in self.clients.sent if not one.finished]:
             raise Broken(f"{', '.join(late)} have not ended within {CALM_S:g} s without faults")
-        until = world.now + 20.0
-        world.run(lambda: world.now > until or self.failure is not None)
+        until, self._changed_at = world.now + CALM_S, world.now
+        world.run(lambda: self._is_settled() or world.now > until or self.failure is not None)
         self._raise_failure()
         if self.engine is not None and self.engine._dead is None:
             check_quiet(self)
+
+    def _is_settled(self) -> bool:
+        """True once no worker has joined or left for ``SETTLED_S``, so that nothing of it is on its way."""
+        engine: Any = self.engine
+        if engine is not None and engine._members.pools.states:
+            self._changed_at = self.world.now
+        return self.world.now > self._changed_at + SETTLED_S
 
     def _steps(self) -> int:
         now = 0 if self.engine is None or self.is_down else self.engine._steps

@@ -173,6 +173,7 @@ class Wires:
         self._opened: list[Socket] = []
         self._connections: dict[Socket, str] = {}  # the address of each socket of a frontend
         self._unsent: dict[Socket, list[bytes]] = collections.defaultdict(list)  # while no engine listens
+        self._on_way = collections.Counter[Socket]()  # messages to the engine
 
     def open(self) -> Socket:
         socket = Socket(self, len(self._opened), self.loop)
@@ -219,10 +220,16 @@ class Wires:
             return
 
         def arrive() -> None:
+            self._on_way[socket] -= 1
             if bound in self._bound.values():
                 bound.arrive(socket.identity, payload)
 
+        self._on_way[socket] += 1
         self.network.send("frontend", socket.identity.decode(), ENGINE, arrive)
+
+    def is_waiting(self, socket: Any) -> bool:
+        """True while something that a frontend has sent has not arrived."""
+        return bool(self._on_way[socket] or self._unsent.get(socket))
 
     def send_to_frontend(self, socket: Socket, payload: bytes) -> None:
         """Deliver what the engine sends to a frontend."""
@@ -394,6 +401,21 @@ class Frontends:
     def _tell_exit(self, room: frontends.Frontends | None, name: str) -> None:
         if room is not None and room is self._room:
             room.on_frontend_exit(name)
+
+    def aborted(self) -> set[str]:
+        """Return requests that the engine runs although their frontends have told it to abort them, and everything that
+        these have sent has been read."""
+        room = self._room
+        if room is None or room._requests.inbox or room._submissions:
+            return set()
+        return {
+            member.request_id(number)
+            for name, member in room._members.items()
+            if (one := self.living.get(name)) is not None
+            if (remote := one.remote) is not None and not self.wires.is_waiting(remote._requests)
+            for number in member.running
+            if (asked := remote._asked.get(number)) is not None and asked.aborted
+        }
 
     def left_over(self) -> list[str]:
         """Return what frontends and the engine still know of requests, all of which have ended."""

@@ -114,6 +114,11 @@ def _wait(draw: Draw, fits: Method) -> Method:
     return lambda *given: False if draw() else fits(*given)
 
 
+def _pass(draw: Draw, keep_prompt: Method) -> Method:
+    """A computed prompt is not cached yet, as if another request had cached some of it."""
+    return lambda *given: None if draw() else keep_prompt(*given)
+
+
 def _deal(draw: Draw, plan: Method) -> Method:
     """Requests are dealt out to lanes again although neither lanes nor replicas have changed."""
 
@@ -148,6 +153,7 @@ POINTS: Mapping[str, Point] = {
     "refuse": Point(((Placement, "fitting"),), _refuse),
     "wait": Point(((Dealer, "_fits_to_decode"),), _wait),
     "deal": Point(((Scheduler, "plan"),), _deal, (0.0, 0.0, 0.005, 0.05)),  # no step may be in flight then
+    "pass": Point(((PrefixCache, "_keep_prompt"),), _pass),
 }
 
 

@@ -58,6 +58,7 @@ KNOBS: Mapping[tuple[str, str], Sequence[float]] = {
     ("lamina.schedule.admission", "PATIENCE"): [4, 256],
     ("lamina.schedule.admission", "MOST_SKIPPED"): [1, 32],
     ("lamina.kv.prefix_cache", "SHORTEST"): [2, 16],
+    ("lamina.cluster.slabs", "LEAST_GAIN"): [0.0, 1.2],  # else no layer drops tokens if prefixes are cached
 }
 """Constants of the product that make a branch rare with small clusters and short requests, and values to choose from
 instead. None of them may change a token."""

@@ -31,7 +31,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
     from tests.simulation.cluster import Simulation
     from tests.simulation.scenario import faults
 
-    first, second = (Simulation(17, faults(17, 60), 200).run() for _ in range(2))
+    first, second = (Simulation(20, faults(20, 60), 200).run() for _ in range(2))
     assert not first.failure and len(first.happened) > 3
     assert first == second
 
