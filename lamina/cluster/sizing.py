@@ -324,12 +324,15 @@ def uses_scratch(config: EngineConfig, pipeline: Pipeline, kinds: Mapping[Role, 
 
     ``auto``: where one replica of one stage runs all prompts, and either does not decode, or is on GPUs while memory
     workers are on CPUs. Without scratch memory, several replicas or stages can run chunks of one prompt at once. Where
+    replicas that decode hold all KV, a prompt stays on one replica in any case, which then also attends to it. Where
     replicas hold all KV and run prompts, prompts attend there in any case.
     """
     if not kinds["memory"] and not pipeline.prefill:
         return False
     if config.prompt_attention != "auto":
         return config.prompt_attention == "compute"
+    if not kinds["memory"]:
+        return True
     alone = (pipeline.prefill or pipeline.replicas) == 1 and pipeline.stages == 1
     faster = CPU not in kinds["compute"].values() and set(kinds["memory"].values()) == {CPU}
     return alone and (pipeline.prefill > 0 or faster)

@@ -186,8 +186,9 @@ class EngineConfig:
             "stages can run chunks of it at once. compute: the replica that runs it, which keeps a copy of its KV "
             "until its last chunk while memory workers only store the KV. The copies take at most a tenth of the free "
             "memory, or half on a GPU without other KV; prompts without room use memory workers. Lanes do not rotate "
-            "over several replicas then. auto, decided at the start: compute if one replica of one stage runs all "
-            "prompts, and it does not decode, or it is on GPUs and memory workers are on CPUs."
+            "over several replicas then. auto, decided at the start: compute with prefill and local memory; with "
+            "memory workers, if one replica of one stage runs all prompts, and it does not decode, or it is on GPUs "
+            "and memory workers are on CPUs."
         ),
     ] = "auto"
     policy: Annotated[
