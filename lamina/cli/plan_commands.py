@@ -45,14 +45,6 @@ def obstacle(way: "Way", shape: "ModelShape", model: str) -> str | None:
 
     if way.kind is Kind.ONE_POOL:
         return "lamina launch cannot start this: it is another system, shown for comparison."
-    if way.kind is Kind.APART:
-        prefill, decode = _launch_kinds(way)
-        pools = f"--prefill {prefill}:{way.compute_workers} --compute {decode}:{way.memory_workers}"
-        return (
-            "lamina launch cannot start this: tensor-parallel replicas on GPUs cannot decode what others prefill. With "
-            f"memory workers they can ({pools} --tensor-parallel {way.tensor_parallel} --memory KIND:N); that is not "
-            "ranked here, but `lamina simulate --prefill` estimates it."
-        )
     lacking = missing(way, shape, model)
     return f"lamina launch cannot start this yet: it lacks {' and '.join(lacking)}." if lacking else None
 
@@ -118,10 +110,11 @@ def attention_option(way: "Way") -> str:
     from lamina.cluster.pool import CPU
     from lamina.planning.plan.ways import Kind
 
+    if way.kind is Kind.PREFILL:
+        return "" if way.scratch else " --prompt-attention memory"
     if way.scratch:
         return " --prompt-attention compute"
-    faster = way.kind is Kind.OFFLOADED and way.compute.kind != CPU == way.second.kind
-    is_auto = way.replicas == 1 and (faster or way.kind is Kind.PREFILL)
+    is_auto = way.kind is Kind.OFFLOADED and way.replicas == 1 and way.compute.kind != CPU == way.second.kind
     return " --prompt-attention memory" if is_auto else ""
 
 

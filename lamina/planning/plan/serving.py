@@ -26,7 +26,7 @@ from lamina.planning.plan.model_shapes import ModelShape
 from lamina.planning.plan.overheads import AS_PUBLISHED, NO_OVERHEAD, Engine
 from lamina.planning.plan.planner import MOST_ROWS
 from lamina.planning.plan.prices import Prices
-from lamina.planning.plan.ways import Capacity, Kind, Slo, Way, lends_memory
+from lamina.planning.plan.ways import Capacity, Kind, Slo, Way, spreads_memory
 from lamina.planning.plan.workload import Workload
 
 MARGIN = 0.9
@@ -96,12 +96,11 @@ class Server:
             if longest > room:
                 return f"the longest request has {longest} tokens; {way.memory_workers} {way.second.kind} hold {room}"
             return self._lacks_scratch(way)
-        for kind in copies if way.kind is Kind.APART else copies[-1:]:
-            count = self._lenders(way)
-            room = int(0.98 * count * self._free(kind, degree, way.chunk))
-            if longest > room:
-                holders = f"{count * degree} {kind.kind} hold {room} beside the weights"
-                return f"the longest request has {longest} tokens; {holders}"
+        kind, count = copies[-1], self._lenders(way)
+        room = int(0.98 * count * self._free(kind, degree, way.chunk))
+        if longest > room:
+            holders = f"{count * degree} {kind.kind} hold {room} beside the weights"
+            return f"the longest request has {longest} tokens; {holders}"
         return None
 
     def _lacks_scratch(self, way: Way) -> str | None:
@@ -116,8 +115,9 @@ class Server:
     def _lenders(way: Way) -> int:
         """Return how many copies of the weights that decode hold the KV of one request together."""
         if way.kind is Kind.PREFILL:
-            return way.memory_workers // way.tensor_parallel
-        return way.replicas if way.kind is Kind.LOCAL and lends_memory(way.tensor_parallel, [way.compute]) else 1
+            spread = spreads_memory(way.tensor_parallel, (way.compute, way.second))
+            return way.memory_workers // way.tensor_parallel if spread else 1
+        return way.replicas if way.kind is Kind.LOCAL and spreads_memory(way.tensor_parallel, [way.compute]) else 1
 
     def _free(self, kind: Hardware, degree: int, chunk: int) -> float:
         """Return the tokens of KV that fit beside one copy of the weights, with steps of up to ``chunk`` tokens."""
@@ -192,14 +192,9 @@ class Server:
 
     def _apart(self, way: Way) -> Capacity | None:
         degree, groups = way.tensor_parallel, way.memory_workers // way.tensor_parallel
-        decode = self.models[way.second.kind]
-        decode = decode.widened if way.kind.is_lamina else decode
-        free = self._free(way.second, degree, way.chunk)
-        own = way.kind is Kind.PREFILL  # then prefixes are cached, and shared, where sequences decode
-        if own:
-            rows, shared = self._rows((1 - WATERMARK) * free, 1, 2 * MOST_ROWS, ahead=AHEAD, lenders=groups)
-        else:  # of what is sent, all is kept
-            rows, shared = self._rows(free, 1, 2 * MOST_ROWS, copies=0)
+        decode = self.models[way.second.kind].widened
+        room, lenders = (1 - WATERMARK) * self._free(way.second, degree, way.chunk), self._lenders(way)
+        rows, shared = self._rows(room, 1, 2 * MOST_ROWS, ahead=AHEAD, lenders=lenders)
         if not len(rows):
             return None
         steps = self._group_step(decode, degree, rows)
@@ -208,16 +203,12 @@ class Server:
         most = rates.max()
         if not most:
             return None
-        if own:  # a smaller batch leaves more room for prefixes
-            places = np.unique(np.linspace(0, len(rows) - 1, BATCHES).astype(int)).tolist()
-            found_s = {place: self._prompts_alone(way, float(shared[place])) for place in places}
-            up_to = np.maximum.accumulate(rates)
-            place = max(places, key=lambda one: min(float(up_to[one]), found_s[one][1]))
-            found, (limit, prompts), most = float(shared[place]), found_s[place], up_to[place]
-        else:  # prompts are cached where they are computed, and nothing else is kept there
-            room = way.replicas * self._free(way.compute, degree, way.chunk)
-            found = float(self.workload.reuse.found_tokens(np.array([room]), np.array([rows.max() * groups]))[0])
-            limit, prompts = self._prompts_alone(way, found)
+        # Prefixes are cached, and shared, where sequences decode: a smaller batch leaves more room for them.
+        places = np.unique(np.linspace(0, len(rows) - 1, BATCHES).astype(int)).tolist()
+        found_s = {place: self._prompts_alone(way, float(shared[place])) for place in places}
+        up_to = np.maximum.accumulate(rates)
+        place = max(places, key=lambda one: min(float(up_to[one]), found_s[one][1]))
+        found, (limit, prompts), most = float(shared[place]), found_s[place], up_to[place]
         if not prompts:
             return None
         rate = min(prompts, float(most))
@@ -241,8 +232,7 @@ class Server:
 
     def _prompts_alone(self, way: Way, found: float) -> tuple[float, float]:
         """Return the prompts per second that the workers for prompts compute, and those within the SLO on TTFT."""
-        prefill, found = self.models[way.compute.kind], min(found, self.workload.prompt - 1)
-        prefill = prefill.widened if way.kind.is_lamina else prefill
+        prefill, found = self.models[way.compute.kind].widened, min(found, self.workload.prompt - 1)
         limit, first_s = self._prompts.prefill_pool(prefill, way.tensor_parallel, way.replicas, way.chunk, found)
         loads = np.linspace(LEAST_LOAD, 1.0, 46)
         kept = loads[first_s(loads) <= self.slo.ttft_s]

@@ -1,8 +1,8 @@
 """Enumerates ways to serve a model on given devices: layouts of pools, parallelism and lanes.
 
 A ``Way`` is a layout of Lamina: attention offloaded to a second pool; one pool with KV beside each copy of the weights
-(local memory); prefill apart from decode, on one or two kinds, with local memory. Where Lamina cannot keep them apart
-so, the way is one of another system. ``baselines`` are layouts of another system with one pool, for comparison.
+(local memory); prefill apart from decode, on one or two kinds, with local memory. ``baselines`` are layouts of another
+system with one pool, for comparison.
 """
 
 import enum
@@ -39,13 +39,12 @@ RIVAL = 1.5
 
 
 class Kind(enum.Enum):
-    """Lamina's three systems; ``ONE_POOL`` and ``APART`` are other systems, on one pool and on two."""
+    """Lamina's three systems, and another one on one pool."""
 
     OFFLOADED = "lamina"
     LOCAL = "local"
     PREFILL = "prefill-apart"
     ONE_POOL = "chunked-prefill"
-    APART = "disaggregated"
 
     @property
     def system(self) -> str:
@@ -55,12 +54,12 @@ class Kind(enum.Enum):
     @property
     def divides_roles(self) -> bool:
         """Whether some workers only prefill, and the others only decode."""
-        return self in (Kind.PREFILL, Kind.APART)
+        return self is Kind.PREFILL
 
     @property
     def is_lamina(self) -> bool:
         """Whether Lamina's runtime serves this way, or another engine."""
-        return self in (Kind.OFFLOADED, Kind.LOCAL, Kind.PREFILL)
+        return self is not Kind.ONE_POOL
 
 
 class Partition(enum.Enum):
@@ -85,8 +84,8 @@ class Way:
         lanes: Lanes with ``OFFLOADED``, else 1.
         segment: With ``OFFLOADED``, most tokens of a sequence on one memory worker if others have free KV; None: any.
         partition: With ``OFFLOADED``, how memory workers divide attention.
-        scratch: With ``OFFLOADED``, whether a prompt's chunks attend to earlier chunks on the replica that runs them
-            (``--prompt-attention compute``).
+        scratch: With ``OFFLOADED`` and ``PREFILL``, whether a prompt's chunks attend to earlier chunks on the replica
+            that runs them (``--prompt-attention compute``, the default with ``PREFILL``).
     """
 
     kind: Kind = Kind.OFFLOADED
@@ -226,7 +225,7 @@ def ways(
         yield from _one_pool(shape, Kind.LOCAL, kind, most, affords)
     for kind, most in compute:
         for other, most_other in kinds.values():
-            yield from _apart(shape, (kind, most), (other, most_other))
+            yield from _apart(shape, (kind, most), (other, most_other), CHUNKS[-1] < longest_prompt)
 
 
 def baselines(
@@ -280,14 +279,17 @@ def _one_pool(
                 break
 
 
-def _apart(shape: ModelShape, first: tuple[Hardware, int], second: tuple[Hardware, int]) -> Iterator[Way]:
+def _apart(
+    shape: ModelShape, first: tuple[Hardware, int], second: tuple[Hardware, int], scratch: bool
+) -> Iterator[Way]:
     (kind, most), (other, most_other) = first, second
     for degree in _degrees(shape):
         for prefilling in range(1, most // degree + 1):
             left = most - prefilling * degree if other is kind else most_other
             for decoding in range(1, left // degree + 1):
                 yield Way(
-                    kind=Kind.PREFILL if lends_memory(degree, (kind, other)) else Kind.APART,
+                    kind=Kind.PREFILL,
+                    scratch=scratch,
                     chunk=CHUNKS[-1],
                     compute=kind,
                     compute_workers=prefilling * degree,
@@ -297,8 +299,8 @@ def _apart(shape: ModelShape, first: tuple[Hardware, int], second: tuple[Hardwar
                 )
 
 
-def lends_memory(degree: int, kinds: Sequence[Hardware]) -> bool:
-    """Return whether copies of the weights attend for each other to KV in local memory (``Deployment.lends``)."""
+def spreads_memory(degree: int, kinds: Sequence[Hardware]) -> bool:
+    """Return whether a sequence may have KV in local memory of several copies of the weights (``Pipeline.spreads``)."""
     return degree == 1 or {kind.kind for kind in kinds} == {"cpu"}
 
 

@@ -187,7 +187,7 @@ class Course:
             max_num_seqs=min(way.chunk, capacity.seats or max(16, 2 * capacity.batch)),
             max_num_batched_tokens=way.chunk,
             kv_tokens_per_worker=way.segment,
-            prompt_attention="compute" if way.scratch else "memory",
+            prompt_attention="memory" if not way.scratch else "auto" if apart else "compute",
             profile=self._profile,
             prices=self._prices,
             engine=self._engine.lamina if way.kind.is_lamina else self._engine,

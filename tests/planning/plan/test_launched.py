@@ -62,7 +62,8 @@ def lines(compute: Hardware, memory: Hardware) -> dict[str, tuple[Way, str]]:
     pools = [(compute, 4)], [(memory, 2)]
     every = [*ways(SHAPE, *pools, (None, SEGMENT)), *ways(SHAPE, [(compute, 1)], []), *layouts(SHAPE, *pools)]
     for way in sorted(every, key=lambda way: (way.compute_workers + way.memory_workers, way.lanes)):
-        varies = not way.scratch or way.memory_workers == 1  # scratch memory knows nothing of further memory workers
+        # Scratch memory knows nothing of further memory workers.
+        varies = not way.scratch or way.memory_workers == 1 or way.kind is Kind.PREFILL
         if varies and obstacle(way, SHAPE, MODEL) is None:
             found.setdefault(kind_of(way), way)
     return {name: (way, line_of(way)) for name, way in found.items()}
@@ -136,7 +137,8 @@ def test_no_line_is_refused_or_has_stages(name: str) -> None:
     settings |= {flag: int(text) for flag, text in settings.items() if text.isdecimal()}
     config = EngineConfig(**settings)
     require_allowed(config, pool.kinds(pool.parse_computes(config)), pool.kinds(pool.parse(settings["memory"])))
-    assert config.pipeline_parallel == 1 and (config.prompt_attention == "compute") == way.scratch
+    there = "auto" if way.kind is Kind.PREFILL else "compute"  # where scratch memory is the default
+    assert config.pipeline_parallel == 1 and (config.prompt_attention == there) == way.scratch
 
 
 @pytest.mark.parametrize("kind", sweep(ON_CPUS, ORDINARY), ids=str)
@@ -150,6 +152,7 @@ EMULATED = [
     "local, copies",
     "local, TP2, copies",
     "prefill-apart",
+    "prefill-apart, TP2",
     "lamina, TP2, fixed",
     "lamina, copies, rotating, memories",
 ]

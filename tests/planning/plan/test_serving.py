@@ -44,8 +44,7 @@ def pools(compute: int = 2, memory: int = 2) -> tuple[Pool, Pool]:
 
 def of_kind(kind: Kind) -> list[Way]:
     """The ways of a system, or of the one that Lamina is compared with."""
-    workers = pools(2, 2) if kind is Kind.APART else pools(1, 1)  # without tensor parallelism, Lamina does it
-    every = (*baselines(SMALL, *workers), *ways(SMALL, *workers))
+    every = (*baselines(SMALL, *pools(1, 1)), *ways(SMALL, *pools(1, 1)))
     return [way for way in every if way.kind is kind]
 
 
@@ -91,7 +90,9 @@ def test_a_pool_that_only_decodes_keeps_all_of_each_sequence() -> None:
     """Where nine tenths of all prompts are the same, too: the room for KV limits the load as the simulator says."""
     served = workload.of_lengths(4000, 200, Sessions(shared=3600))
     found = [
-        one for way in ways(SMALL, *pools(1, 1)) if way.kind is Kind.PREFILL and (one := server(served).evaluate(way))
+        one
+        for way in ways(SMALL, *pools(1, 1), longest_prompt=4000)
+        if way.kind is Kind.PREFILL and (one := server(served).evaluate(way))
     ]
     best = shortlist(found)[0]
     trial = Course(SMALL, served, trace(served), RENTS, Slo(), turnovers=4).highest_load(best)
