@@ -127,6 +127,10 @@ class DecodeBatch:
     def position(self, sequence: int) -> int:
         return self._joined[sequence] + self.steps
 
+    def count_steps(self, steps: int) -> None:
+        """Move on by ``steps`` steps of the lane."""
+        self.steps += steps
+
     def remove_ended(self) -> None:
         """Remove sequences whose last token planned steps draw. Call before using ``workers`` or ``rows``."""
         for sequence in self._leaving.pop(self.steps, ()):

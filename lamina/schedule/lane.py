@@ -97,7 +97,7 @@ class Lane:
 
     def repeat(self, steps: int, attentions: int) -> None:
         """Record that ``steps`` of ``unchanged_steps`` were planned and have completed. ``attentions``: of a step."""
-        self.decoding.steps += steps
+        self.decoding.count_steps(steps)
         self.completed += steps
         self.turn += steps * attentions
 

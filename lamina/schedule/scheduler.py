@@ -458,7 +458,7 @@ class Scheduler:
         )
         if plan.runs:
             own.turn += self._attentions
-            own.decoding.steps += 1
+            own.decoding.count_steps(1)
         own.in_flight.append(Planned(plan, own.decoding.members, prompted, borrowed))
         return plan
 
