@@ -77,7 +77,7 @@ class Repeats:
             known.left, known.passed, known.busy_s = 0, 0, 0.0
         return told
 
-    def begin(self, lane: int, last: StepPlan, homes: Ints, make: Callable[[], "Repeat | None"]) -> None:
+    def begin_repeating(self, lane: int, last: StepPlan, homes: Ints, make: Callable[[], "Repeat | None"]) -> None:
         """Let a lane repeat its steps if enough are certain to follow.
 
         Args:

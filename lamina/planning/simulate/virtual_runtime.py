@@ -336,7 +336,7 @@ class Simulation:
             if steps:
                 last = steps[-1][0]
                 homes = self._decoding[lane].numbers_of(last.decoding.sequences)
-                self._repeats.begin(lane, last, homes, functools.partial(self._repeat, last, homes))
+                self._repeats.begin_repeating(lane, last, homes, functools.partial(self._repeat, last, homes))
 
     def _repeat(self, plan: StepPlan, homes: Ints) -> Repeat | None:
         model, lane = self._model, plan.lane
