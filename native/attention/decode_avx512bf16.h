@@ -9,7 +9,6 @@
 #pragma once
 
 #include "stored_avx512bf16.h"
-#include "task.h"
 
 namespace lamina::attention {
 namespace {
@@ -36,22 +35,6 @@ inline Floats<16> of_quarters(const Floats<16> &a, const Floats<16> &b) {
 
 bool decodable(const Shape &shape) {
     return shape.qk_dim % kDecodeColumns == 0 && shape.v_dim % kDecodeColumns == 0;
-}
-
-// Elements of q as bfloat16, rounded to nearest even if necessary.
-void round_pairs(const Problem &problem, int64_t offset, int64_t count, uint16_t *target) {
-    for (int64_t i = 0; i < count; i += 16) {
-        const auto mask = static_cast<__mmask16>(count - i < 16 ? (1u << (count - i)) - 1 : 0xffffu);
-        __m256i words;
-        if (problem.q_type == ElementType::Float32) {
-            const float *source = static_cast<const float *>(problem.q) + offset + i;
-            words = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, source)));
-        } else {
-            const uint16_t *source = static_cast<const uint16_t *>(problem.q) + offset + i;
-            words = _mm256_maskz_loadu_epi16(mask, source);
-        }
-        store(target + i, words);
-    }
 }
 
 // The rows of two tiles in the order of the work: the keys of one, its values, the keys of the next, its
@@ -265,10 +248,6 @@ private:
         words[1] = in_quarters<F, 2, 3, 6, 7>(ab_low, cd_low);
         words[2] = in_quarters<F, 0, 1, 4, 5>(ab_high, cd_high);
         words[3] = in_quarters<F, 2, 3, 6, 7>(ab_high, cd_high);
-    }
-
-    static F dot_pairs(F sum, F a, F b) {
-        return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
     }
 
     // Turns a head's scores into probabilities relative to a reference: the largest score so far, give or

@@ -45,7 +45,7 @@ void score_some(const float *query, int64_t stride, int64_t dim, const TileRows<
         }
         const F all = sum_lanes<W>(sums);
         for (int q = 0; q < QUERIES; ++q)
-            std::memcpy(scores + q * Tile::kTokens + token, reinterpret_cast<const float *>(&all) + q * T,
+            std::memcpy(scores + q * kTileTokens + token, reinterpret_cast<const float *>(&all) + q * T,
                         T * sizeof(float));
     }
 }
@@ -57,7 +57,7 @@ void score_rows(int64_t queries, Words query, int64_t dim, const TileRows<typena
     for (; queries >= QUERIES; queries -= QUERIES) {
         score_some<Tile, QUERIES>(query.data, query.stride, dim, rows, scores, ahead);
         query.data += QUERIES * query.stride;
-        scores += QUERIES * Tile::kTokens;
+        scores += QUERIES * kTileTokens;
     }
     if constexpr (QUERIES > 1)
         score_rows<Tile, QUERIES / 2>(queries, query, dim, rows, scores, ahead);

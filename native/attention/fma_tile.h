@@ -2,7 +2,6 @@
 #pragma once
 
 #include "attend.h"
-#include "stored.h"
 
 namespace lamina::attention {
 namespace {
@@ -12,15 +11,13 @@ template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
     using Kv = typename Element::Kv;
     using Stored = Element;
     static constexpr int W = WIDTH, kRows = ROWS, kColumns = COLUMNS;
-    static constexpr int64_t kTokens = kTileTokens;
-    static constexpr int kWord = 1;
     using F = Floats<W>;
 
     static F multiply_add(F sum, const float *a, F b) { return sum + *a * b; }
 
     // Prefetch steps of one tile and head: each word row of both products makes one.
     static int64_t steps(const Shape &shape) {
-        return kSoftmaxSteps + kTokens * ((shape.qk_dim + shape.v_dim) / 64);
+        return kSoftmaxSteps + kTileTokens * ((shape.qk_dim + shape.v_dim) / 64);
     }
 
     static void pack_query(const Problem &problem, int64_t offset, float *packed) {
@@ -39,11 +36,11 @@ template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
                     block[i] = Element::template load_wide<W>(rows.keys[t + i] + d);
                 transpose<W>(block);
                 for (int i = 0; i < W; ++i)
-                    store(packed + (d + i) * kTokens + t, block[i]);
+                    store(packed + (d + i) * kTileTokens + t, block[i]);
             }
         for (; d < dim; ++d)
             for (int64_t t = 0; t < rows.columns; ++t)
-                packed[d * kTokens + t] = Element::widen(rows.keys[t][d]);
+                packed[d * kTileTokens + t] = Element::widen(rows.keys[t][d]);
     }
 
     template <int N> static void value_words(const Kv *const *rows, int64_t column, F (&words)[N]) {
@@ -65,8 +62,6 @@ template <class Element, int WIDTH, int ROWS, int COLUMNS> struct FmaTile {
                 packed[d] = 0;
         }
     }
-
-    static void store_probabilities(float *target, int64_t token, F p) { store(target + token, p); }
 };
 
 template <int WIDTH, int ROWS, int COLUMNS> TaskKernel fma_kernel(ElementType kv_type) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "stored.h"
+#include "task.h"
 
 #include <immintrin.h>
 
@@ -23,6 +24,10 @@ constexpr int16_t kLargeCodes = 0x4280 - 2 * 64; // added to twice a code from 6
 [[gnu::always_inline]] inline __m512i with_sign(__m512i magnitudes, __m512i others) {
     constexpr int kMerge = 0xea; // of bits a, b, c: (a & b) | c
     return _mm512_ternarylogic_epi32(others, _mm512_set1_epi16(int16_t(0x8000)), magnitudes, kMerge);
+}
+
+inline __mmask32 low_bits(int64_t count) {
+    return count >= 32 ? ~0u : (1u << std::max<int64_t>(count, 0)) - 1;
 }
 
 // 32 elements, over the unit of their type; those beyond the mask are 0.
@@ -60,6 +65,34 @@ template <> [[gnu::always_inline]] inline __m512i load_pairs<Fp8>(const int8_t *
     const __mmask32 subnormal = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x78));
     const __m512i magnitude = _mm512_mask_permutexvar_epi16(normal, subnormal, codes, table);
     return with_sign(magnitude, codes);
+}
+
+// The first `count` of 32 elements, rounded.
+inline __m512i round_some(const float *source, int64_t count) {
+    const __mmask32 mask = low_bits(count);
+    const __m512 low = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), source),
+                 high = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask >> 16), source + 16);
+    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+}
+
+// Elements of q as bfloat16, rounded to nearest even if necessary; zeros fill the last 32.
+inline void round_pairs(const Problem &problem, int64_t offset, int64_t count, uint16_t *target) {
+    if (problem.q_type == ElementType::Float32) {
+        const float *source = static_cast<const float *>(problem.q) + offset;
+        for (int64_t i = 0; i < count; i += 32)
+            store(target + i, round_some(source + i, count - i));
+        return;
+    }
+    const uint16_t *source = static_cast<const uint16_t *>(problem.q) + offset;
+    int64_t i = 0;
+    for (; i + 32 <= count; i += 32)
+        store(target + i, load<__m512i>(source + i));
+    if (i < count)
+        store(target + i, _mm512_maskz_loadu_epi16(low_bits(count - i), source + i));
+}
+
+[[gnu::always_inline]] inline Floats<16> dot_pairs(Floats<16> sum, Floats<16> a, Floats<16> b) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
 }
 
 } // namespace

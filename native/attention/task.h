@@ -64,6 +64,7 @@ struct Workspace {
     float *rescale;       // [queries]
     float *accumulator;   // [heads][queries][v_padded]
     float *reference;     // [heads][queries] the score that sums are relative to
+    float *limit;         // [heads][queries] above it, scores change the reference
     float *sum;           // [heads][queries][vector]
     float *zeros;         // [heads][qk_dim or v_dim, padded]: stands for tokens past the end of a tile
     float *key_scales;    // [heads][tile], of codes
@@ -93,6 +94,7 @@ struct Workspace {
         take(workspace.rescale, queries);
         take(workspace.accumulator, heads * queries * v);
         take(workspace.reference, heads * queries);
+        take(workspace.limit, heads * queries);
         take(workspace.sum, heads * queries * kVectorElements);
         take(workspace.zeros, heads * std::max(qk, v));
         take(workspace.key_scales, heads * kTileTokens);

@@ -22,6 +22,7 @@ from tests.support.kernel_cases import (
     Pair,
     check,
     decode,
+    encode,
     make_case,
     make_spec,
     problem_pairs,
@@ -96,13 +97,30 @@ def test_rows_that_see_nothing(path):
 
 
 @paths
-def test_scores_far_apart_between_tiles(path):
+@pytest.mark.parametrize(
+    ("kv_type", "rows", "growth"), [("float32", 1, 60), ("float32", 9, 20), ("bfloat16", 1, 20), ("bfloat16", 9, 20)]
+)
+def test_scores_far_apart_between_tiles(rows, kv_type, growth, path):
     """The running reference has to follow scores that grow from tile to tile, and one that shrinks again."""
     spec = make_spec(kv_heads=1, group=1, qk_dim=16)
-    case = make_case([decode(400)], spec, "float32")
+    case = make_case([Pair(rows, query_start=400 - rows, tokens=400)], spec, "float32")
     slots = case.segments.slots
-    case.k[slots] *= np.interp(np.arange(400), [0, 350, 400], [0.1, 60, 0.1])[:, None, None].astype(np.float32)
+    case.k[slots] *= np.interp(np.arange(400), [0, 350, 400], [0.1, growth, 0.1])[:, None, None].astype(np.float32)
+    case = replace(case, q=encode(case.q, kv_type), k=encode(case.k, kv_type), v=encode(case.v, kv_type))
     check(case, *run(case, path), path)
+
+
+@paths
+@pytest.mark.parametrize(("kv_type", "rows"), [("float32", 1), ("bfloat16", 1), ("bfloat16", 9)])
+def test_scores_far_below_zero(rows, kv_type, path):
+    """Exponentials of scores near -160 are 0 in float32, unless they are relative to the largest one."""
+    spec = make_spec(kv_heads=2, group=1, qk_dim=16)
+    case = make_case([Pair(rows, query_start=150 - rows, tokens=150)], spec, "float32")
+    case = replace(case, q=np.full_like(case.q, 4), k=case.k / 8 - 10)
+    case = replace(case, q=encode(case.q, kv_type), k=encode(case.k, kv_type), v=encode(case.v, kv_type))
+    out, lse = run(case, path)
+    assert (lse < -120).all()
+    check(case, out, lse, path)
 
 
 @paths
