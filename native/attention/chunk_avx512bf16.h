@@ -203,7 +203,8 @@ private:
     }
 
     // Makes scores relative to a reference: a query's largest so far, give or take kSlack, so that sums
-    // rarely need rescaling.
+    // rarely need rescaling. References are whole numbers: probabilities relative to others differ by powers
+    // of two, and are rounded to bfloat16 alike, however tokens are divided among tiles and tasks.
     template <int M, int N>
     [[gnu::always_inline]] void subtract_references(int64_t s, float factor, F (&x)[M][N]) {
         F most[M];
@@ -218,9 +219,10 @@ private:
         }
         if (above) [[unlikely]]
             for (int m = 0; m < M; ++m) {
-                const float rise = horizontal_maximum<W>(most[m]);
-                if (!(rise > work_.limit[s + m]))
+                const float largest = horizontal_maximum<W>(most[m]);
+                if (!(largest > work_.limit[s + m]))
                     continue;
+                const float rise = __builtin_ceilf(largest);
                 for (int n = 0; n < N; ++n)
                     x[m][n] -= rise;
                 raise_reference(s + m, rise);

@@ -93,7 +93,7 @@ def test_repeated_steps_of_the_runtime_are_those_planned_one_by_one(
         return simulate(Deployment(model=SMALL, **settings), arrivals)
 
     at_once = run()
-    monkeypatch.setattr(Repeats, "begin", lambda *_: None)
+    monkeypatch.setattr(Repeats, "begin_repeating", lambda *_: None)
     single = run()
     assert at_once.decisions is not None and single.decisions is not None
     if layout != "apart":
