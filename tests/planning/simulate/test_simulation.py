@@ -186,7 +186,7 @@ def test_roles_that_cannot_change_are_an_error(changes: dict[str, Any], says: st
     ],
 )
 def test_workers_for_prompts_that_cannot_be_are_an_error(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="multiple|workers for prompts alone"):
+    with pytest.raises(ConfigError, match=r"multiple|workers for prompts alone"):
         replace(pools(), prefill=CATALOGUE["h100"], **changes)
 
 
