@@ -204,10 +204,8 @@ class Recipients:
             ran = [worker for worker in known.homes if worker in known.computes]  # must not run it as it was
             add(dict.fromkeys([*ended, segment.worker, *ran]), "grown", segment)
             self._place(segment.sequence, grown(before, segment), replicas, add)
-        if plan.grown:
-            self._decoding.pop(plan.lane, None)
-        if plan.switches:
-            self._decoding.clear()
+        if plan.grown or plan.switches:
+            self._decoding.clear()  # of other lanes too: their replicas may have forgotten a sequence that comes back
         for spill in plan.spills:
             add((spill.worker,), "spills", spill)
         for fetch in plan.fetches:

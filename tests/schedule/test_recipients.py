@@ -109,7 +109,8 @@ class Replica:
             for sequence in range(admission.sequence, admission.sequence + admission.count):
                 self.segments[sequence] = placed.get(sequence) or for_sequence(sequence, admission.segments)
         for segment in plan.grown:
-            self.segments[segment.sequence] = grown(self.segments[segment.sequence], segment)
+            if segment.sequence in self.segments:  # else a plan that runs it admits it
+                self.segments[segment.sequence] = grown(self.segments[segment.sequence], segment)
         assert self.segments.keys() >= plan.histories.keys()
 
     def release(self, sequences: list[int]) -> None:
@@ -287,6 +288,24 @@ def test_a_replica_ignores_that_a_sequence_grows_which_it_has_not_run_and_does_n
         plan = StepPlan(number, 1, 0, [], [], [], [], decoding, grown=[later] if number == 2 else [])
         parts = {name: part for names, part in recipients.select(plan, 0.0) for name in names}
         sequences.apply_plan(parts["compute1"])
+    assert sequences.segments == {0: grown(admission.segments, later)}
+
+
+def test_a_replica_learns_again_of_a_sequence_that_grew_elsewhere_and_comes_back_to_its_lane() -> None:
+    """The lane has had no other step in between."""
+    recipients = Recipients(["compute0", "compute1"], Pipeline(2, 2))
+    admission = Admission(0, 1, 2, [Segment(0, "memory0", (0, 2), (0, None))], SamplingParams(), 0, indices=[0])
+    later = Segment(0, "memory1", (0, 2), (3, None))
+    sequences = Sequences(Mock(), [], lambda tokens: tokens)
+    for plan in (
+        StepPlan(1, 0, 0, [], [], [admission], [SequenceStep(0, 0, [5, 6], [0])], DecodeRows([], [], [])),
+        StepPlan(2, 0, 3, [], [], [], [], DecodeRows([0], [2], [7])),
+        StepPlan(3, 1, 0, [], [], [], [], DecodeRows([0], [3], [8]), grown=[later]),
+        StepPlan(4, 0, 6, [], [], [], [], DecodeRows([0], [4], [9])),
+    ):
+        parts = {name: part for names, part in recipients.select(plan, 0.0) for name in names}
+        if (part := parts.get("compute0")) is not None:
+            sequences.apply_plan(part)
     assert sequences.segments == {0: grown(admission.segments, later)}
 
 
