@@ -154,6 +154,7 @@ def run_mutant(mutant: Mutant, copy: Path, command: Sequence[str]) -> str | None
         return run(copy, command)
     finally:
         file.write_text(source)
+        shutil.rmtree(copy / ".hypothesis", ignore_errors=True)  # else examples that failed kill later mutants
 
 
 def run(copy: Path, command: Sequence[str]) -> str | None:
