@@ -1,6 +1,6 @@
 """The papers' serving figures, simulated with the runtime's own decisions, and what their texts leave out.
 
-    python -m bench.cost.figures [--paper Mnemosyne]     # paper, simulated, deviation; about two minutes
+    python -m bench.cost.figures [--paper Mnemosyne]     # paper, simulated, deviation; half a minute
 
 Published numbers are in ``published.toml``, under ``figures``. A *server* is eight devices as one worker: their
 bandwidth, FLOP/s and network together, as if heads were divided among them.
@@ -235,7 +235,10 @@ def goodput(deployment: Deployment, system: System, requests: Lengths) -> float:
 
 
 def loongserve() -> dict[str, Number]:
-    """Figures 10 to 12. Ours is eight copies, each with KV beside its weights, which lend each other memory."""
+    """Figures 10 to 12. Ours is eight copies, each with KV beside its weights, which lend each other memory.
+
+    A system that serves a dataset at no rate is left out of the comparison with it.
+    """
     found: dict[str, list[float]] = {"vllm": [], "splitfuse": [], "distserve": [], "static": []}
     for dataset in ("L-Eval", "LV-Eval", "Mixed"):  # of ShareGPT, all requests of a run at once keep the target
         requests = lengths(dataset, REQUESTS)

@@ -412,7 +412,7 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     def drawn(self, plan: StepPlan) -> Iterator[tuple[int, int]]:
         """Yield each sequence for which ``plan``, the step's, has drawn a token, and the token.
 
-        Raises ValueError if there is not one token for each.
+        Raises ValueError if tokens are missing or too many.
         """
         sequences, without = plan.drawing, self.undrawable
         if without:

@@ -14,6 +14,7 @@ from lamina.core.errors import ConfigError
 from lamina.core.sampling import SamplingParams
 from lamina.core.steps import StepPlan
 from lamina.core.types import DType
+from lamina.engine.engine import Engine
 from lamina.launch import launch
 from lamina.schedule.scheduler import Scheduler
 from tests.support.prepared_checkpoints import write_prepared
@@ -169,6 +170,17 @@ def test_a_replica_of_several_workers_changes_its_role_as_a_whole(parts: str, tm
         engine.close()
 
 
+def check_loss(engine: Engine, workers: Killable, victim: str, answers: list[tuple[list[int], list[int]]]) -> None:
+    """Kill a worker while requests run, and compare their tokens. ``answers``: prompts and the tokens that follow."""
+    params = SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
+    recoveries = engine.stats().recoveries
+    streams = Streams(engine, [(prompt, params) for prompt, _ in answers])
+    streams.wait_for_tokens(10)
+    workers.signal(victim, signal.SIGKILL)
+    wait_for_recoveries(engine, recoveries + 1)
+    assert [[one.token_ids for one in each] for each in streams.results()] == [[tokens] for _, tokens in answers]
+
+
 def test_a_lost_rank_that_runs_prompts_or_decodes_costs_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +189,6 @@ def test_a_lost_rank_that_runs_prompts_or_decodes_costs_no_token(
     reference = write_prepared(served("llama"), tmp_path, ranks=2)
     prompts = [[3 + number for number in range(count)] for count in (9, 57, 30)]
     expected = [greedy(reference, prompt, LONG) for prompt in prompts]
-    params = SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
     workers = Killable()
     engine = launch(dataclasses.replace(config(tmp_path, 2, 0), **RANKS, max_restarts=4), workers=workers)
     try:
@@ -186,12 +197,7 @@ def test_a_lost_rank_that_runs_prompts_or_decodes_costs_no_token(
         with pytest.raises(ConfigError, match="uses no memory workers"):
             engine.scale(memory=1).result(END_S)
         for victim, prefills in (("compute1", ("compute4", "compute5")), ("compute2", ("compute4", "compute5"))):
-            recoveries = engine.stats().recoveries
-            streams = Streams(engine, [(prompt, params) for prompt in prompts])
-            streams.wait_for_tokens(10)
-            workers.signal(victim, signal.SIGKILL)
-            wait_for_recoveries(engine, recoveries + 1)
-            assert [[one.token_ids for one in each] for each in streams.results()] == [[one] for one in expected]
+            check_loss(engine, workers, victim, list(zip(prompts, expected, strict=True)))
             wait_until(lambda: len(engine.topology.computes) == 4, "the lost replica was not replaced")
             assert engine.topology.prefills == prefills
             assert not engine.topology.local.intersection(prefills)
@@ -205,17 +211,11 @@ def test_a_lost_replica_for_prompts_is_replaced_in_its_role(tmp_path: Path) -> N
     reference = write_prepared(served("llama"), tmp_path)
     prompts = [[3 + number for number in range(count)] for count in (9, 57, 30)]
     expected = [greedy(reference, prompt, LONG) for prompt in prompts]
-    params = SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
     workers = Killable()
     engine = launch(config(tmp_path, 2, 1, prefill="cpu:1", max_restarts=4), workers=workers)
     try:
         for victim, pools in (("compute0", ("compute3",)), ("compute1", ("compute3",)), ("compute2", ("compute3",))):
-            recoveries = engine.stats().recoveries
-            streams = Streams(engine, [(prompt, params) for prompt in prompts])
-            streams.wait_for_tokens(10)
-            workers.signal(victim, signal.SIGKILL)
-            wait_for_recoveries(engine, recoveries + 1)
-            assert [[one.token_ids for one in each] for each in streams.results()] == [[one] for one in expected]
+            check_loss(engine, workers, victim, list(zip(prompts, expected, strict=True)))
             wait_until(lambda: len(engine.topology.computes) == 3, "the lost worker was not replaced")
             assert engine.topology.prefills == pools
     finally:

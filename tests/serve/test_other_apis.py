@@ -99,7 +99,7 @@ def test_a_message(server: Running) -> None:
 
 
 def test_a_message_may_continue_the_assistant_s(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in Anthropic's API, unless the assistant's last message is calls or nothing."""
+    """Anthropic's API continues an assistant's last message too, unless it has calls or is empty."""
     user, text = {"role": "user", "content": "a"}, {"type": "text", "text": "{"}
     call = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
     script_template(monkeypatch, TEMPLATE + "{% if add_generation_prompt %}<go>{% endif %}")

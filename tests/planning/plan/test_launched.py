@@ -163,6 +163,7 @@ EMULATED = [
 def test_a_line_on_gpus(name: str, workers: list[psutil.Process], expected: list[str]) -> None:
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     way, line = ON_GPUS[name]
-    assert f"--compute {way.compute.kind}:{way.compute_workers}" in line and way.compute.kind in ("h100", "h20")
+    role = "prefill" if way.kind is Kind.PREFILL else "compute"
+    assert f"--{role} {way.compute.kind}:{way.compute_workers}" in line and way.compute.kind in ("h100", "h20")
     texts = serves(way, line, Target.GPU, workers, PROMPTS[:2], LAMINA_EMULATED_GPUS="h100:4,h20:2")
     assert texts == expected[:2]

@@ -49,7 +49,8 @@ def test_stages_run_chunks_of_one_prompt_at_the_same_time() -> None:
 
 
 def test_stages_are_those_that_workers_load() -> None:
-    """Of equal bytes: the first has the embedding, which weighs less than a layer here, the last the head."""
+    """Stages have about equal bytes. The first has the embedding, which weighs less than a layer here; the last, the
+    head."""
     assert stage_starts(LLAMA, 1) == (0,)
     assert stage_starts(LLAMA, 2) in {(0, 16), (0, 17)}
     starts = stage_starts(LLAMA, 8)
