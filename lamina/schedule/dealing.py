@@ -1,13 +1,14 @@
 """Assigns requests to lanes (*deals* them), and moves them between lanes; selects the lanes to plan for. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from lamina.core.pipeline import LaneRole
+from lamina.core.pipeline import Pipeline
 from lamina.core.requests import Group
-from lamina.core.steps import Admission, SequenceStep
+from lamina.core.steps import Admission, DecodeRows, SequenceStep
 from lamina.kv.placement import Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.schedule.admission import Admissions, Seats
+from lamina.schedule.batches import SMALLEST
 from lamina.schedule.lane import Lane, Residents, ran
 from lamina.schedule.limits import Limits
 
@@ -92,12 +93,14 @@ class Dealer:
         residents: Residents,
         admissions: Admissions,
         ready: Readiness,
-        role: Callable[[int], LaneRole],
+        pipeline: Pipeline,
     ) -> None:
-        """Use all lanes at first. ``lanes`` is extended when lanes are added. ``role`` returns the role of a lane."""
+        """Use all lanes at first. ``lanes`` is extended when lanes are added."""
         self.active = len(lanes)
         self.handovers = 0
-        self.seats = Seats(self.active, role)
+        self.seats = Seats(self.active, pipeline.role)
+        self._pipeline = pipeline
+        self._lenders: dict[int, Lane] = {}  # by number: lanes with prompts left at their latest plan
         self._rows = limits.max_num_batched_tokens
         self._placement = placement
         self._lanes = lanes
@@ -153,13 +156,16 @@ class Dealer:
         lane.dealt.clear()
         return admitted
 
-    def deal_again(self, role: Callable[[int], LaneRole], may_run: Callable[[Group], bool]) -> None:
-        """Deal all requests out again, those with most sequences first, while no step is in flight.
+    def deal_again(self, pipeline: Pipeline, may_run: Callable[[Group], bool]) -> None:
+        """Deal all requests out again to the lanes of ``pipeline``, those with most sequences first, while no step is
+        in flight.
 
         Requests that ``may_run`` excludes keep their KV, but do not run.
         """
         lanes = self._lanes
-        self.seats = Seats(self.active, role)
+        self._pipeline = pipeline
+        self.seats = Seats(self.active, pipeline.role)
+        self._lenders.clear()
         groups = sorted((group for own in lanes for group in own.running), key=lambda group: -len(group.completions))
         dealt = {group for own in lanes for group in own.dealt}
         ending = [owner for own in lanes for owner in own.ending]
@@ -230,22 +236,56 @@ class Dealer:
     def _fits_to_decode(self, group: Group) -> bool:
         return group.seats <= self.rows_left(self._lane_to_decode(group))
 
-    def borrow(self, lane: Lane, chunks: list[SequenceStep]) -> Group | None:
-        """Let a lane without requests run a chunk of another lane's prompt. A lane that has chunks to lend wakes such
-        lanes.
+    def may_lend(self, rotates: bool) -> bool:
+        """Return whether a lane in which sequences decode may run a chunk of another lane's prompt next, without a
+        pace. ``rotates``: whether lanes rotate over the replicas."""
+        return bool(self._lenders) and (rotates or self._pipeline.stages > 1)
 
-        Returns the request whose chunk was added to ``chunks``; None if no lane lends a chunk. With local memory no
-        lane does, because the borrower would attend to a chunk before earlier chunks of other lanes are stored.
+    def borrow(self, lane: Lane, rows: DecodeRows, chunks: list[SequenceStep], rotates: bool) -> Group | None:
+        """Let a lane run a chunk of another lane's prompt in the rows that its own sequences leave.
+
+        A lane with requests does so while a stage of its replicas has no chunk: otherwise, the chunk would only make
+        the lane's steps longer. Without a pace, a lane in which sequences decode runs no chunk of another replica's
+        prompt, which does not delay them otherwise. A lane that has chunks to lend wakes lanes without requests. With
+        local memory no lane lends, because the borrower would attend to a chunk before earlier chunks of other lanes
+        are stored.
+
+        Args:
+            rows: The decoding rows of the lane's next step.
+            chunks: The chunks of that step; the chunk of another lane is added.
+            rotates: Whether lanes rotate over the replicas.
+
+        Returns:
+            The request whose chunk was added; None if no lane lends a chunk.
         """
         if self.active == 1 or self._placement.in_one_lane or lane.role == "decode":
             return None
-        if lane.running or lane.number >= self.active:
+        if lane.prompts:
+            self._lenders[lane.number] = lane
             if chunks and lane.lendable(self._rows) is not None:
                 self._ready.wake()
             return None
-        lenders = (one for one in self._lanes[: self.active] if one is not lane and one.prompts)
-        if (found := lane.borrow(lenders, self._rows)) is None:
+        if self._lenders:
+            self._lenders.pop(lane.number, None)
+        if not self._lenders or lane.number >= self.active:
+            return None
+        left = self._rows - len(rows.sequences) - sum(len(chunk.tokens) for chunk in chunks)
+        if lane.running and (left < min(SMALLEST, self._rows // 2) or not self._has_idle_stage(lane, rotates)):
+            return None
+        lenders: Iterable[Lane] = self._lenders.values()
+        if rows.sequences and lane.pace is None:
+            replicas = self._pipeline.replicas_of(lane.number, rotates)
+            lenders = [one for one in lenders if one.number % self._pipeline.replicas in replicas]
+        if (found := lane.borrow(lenders, left, chunks, decodes=bool(rows.sequences))) is None:
             return None
         chunk, lender = found
         chunks.append(chunk)
         return lender
+
+    def _has_idle_stage(self, lane: Lane, rotates: bool) -> bool:
+        """Return whether fewer other lanes run chunks on the replicas of a lane than these have stages."""
+        pipeline = self._pipeline
+        replicas = pipeline.replicas_of(lane.number, rotates)
+        others = (one for one in self._lanes[: self.active] if one.number % pipeline.replicas in replicas)
+        busy = sum(one is not lane and one.runs_chunks for one in others)
+        return busy < len(replicas) * pipeline.stages

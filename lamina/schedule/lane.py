@@ -13,7 +13,7 @@ from lamina.core.types import Segment
 from lamina.kv.placement import Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.schedule.batches import DecodeBatch, PromptBatch
-from lamina.schedule.pace import Pace
+from lamina.schedule.pace import LEAST, Pace
 from lamina.schedule.scratch import Room
 
 
@@ -192,15 +192,29 @@ class Lane:
         """Return the prompt of which another lane may run the next ``budget`` tokens, or None."""
         return self.prompts.lendable(budget, self.scratch.holds)
 
-    def borrow(self, lenders: Iterable["Lane"], most: int) -> tuple[SequenceStep, Group] | None:
+    @property
+    def runs_chunks(self) -> bool:
+        """Whether a step in flight has prompt chunks."""
+        return any(planned.plan.chunks for planned in self.in_flight)
+
+    def borrow(
+        self, lenders: Iterable["Lane"], most: int, chunks: Sequence[SequenceStep], *, decodes: bool
+    ) -> tuple[SequenceStep, Group] | None:
         """Return the next chunk of a prompt of another lane, at most ``most`` tokens, and its request.
 
-        The chunk runs one attention behind the prompt's chunk before it. Returns None if no lane lends a chunk.
+        The chunk runs one attention behind the prompt's chunk before it. Returns None if no lane lends a chunk, or if
+        the lane's pace leaves no time for one.
+
+        Args:
+            chunks: The lane's own chunks of the same step.
+            decodes: Whether sequences decode in the same step.
         """
         for lender in lenders:
             budget = most
             if self.pace is not None and lender.prompts:
-                budget = self.pace.budget(self.number, False, lender.prompts, most)
+                budget = self.pace.budget(self.number, decodes, lender.prompts, most, chunks)
+                if decodes and budget <= LEAST:
+                    continue
             if (owner := lender.lendable(budget)) is not None:
                 group, completion = owner
                 lender.prompts.lend(completion, budget)

@@ -7,12 +7,13 @@ prediction is fitted to the steps that have run: a constant, a time per prompt r
 token that it attends to.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from lamina.core.steps import StepPlan
+from lamina.core.steps import SequenceStep, StepPlan
 from lamina.schedule.batches import PromptBatch
 
 FIRST = 32  # most prompt tokens before any step was measured
@@ -21,6 +22,7 @@ FURTHER = 2  # most prompt tokens, as a multiple of the most measured so far: pr
 FORGET = 0.9  # weight of earlier steps with chunks, per such step
 LEARN = 0.2  # weight of the latest step in a mean
 MARGIN = 0.75  # share of the bound for a predicted time, as steps vary and lanes wait for each other
+BORROWED = 0.8  # share of that time for prompts of another lane: the step also waits for chunks before theirs
 _UNITS = np.array([1.0, 1e2, 1e6])  # units of constant, rows and pairs, in which the equations are well conditioned
 
 
@@ -103,26 +105,37 @@ class Pace:
         self._steps += 1
         self._latest[plan.lane] = _Latest(self._steps, busy_s, bool(plan.decoding.sequences))
 
-    def budget(self, lane: int, decodes: bool, prompts: PromptBatch, most: int) -> int:
-        """Return the number of tokens of ``prompts`` for the lane's next step, at most ``most``. ``decodes``: sequences
-        of the lane decode too."""
+    def budget(
+        self, lane: int, decodes: bool, prompts: PromptBatch, most: int, chunks: Sequence[SequenceStep] | None = None
+    ) -> int:
+        """Return the number of tokens of ``prompts`` for the lane's next step, at most ``most``.
+
+        Args:
+            lane: Number of the lane.
+            decodes: Whether sequences of the lane decode in that step.
+            prompts: Prompts, of this lane or of another one.
+            most: Most tokens.
+            chunks: The lane's own chunks in that step, if the prompts are another lane's.
+        """
         old = self._steps - 2 * len(self._latest)  # lanes whose latest step is older are not in use
         others = [last for one, last in self._latest.items() if one != lane and last.number > old]
         if not decodes and not any(last.decodes for last in others):
             return most
-        left = MARGIN * self._bound_s - sum(last.busy_s for last in others) / self.replicas
+        bound_s = self._bound_s * (BORROWED if decodes and chunks is not None else 1.0)
+        left = MARGIN * bound_s - sum(last.busy_s for last in others) / self.replicas
         high = min(most, max(FIRST, FURTHER * self._times.most_tokens))
         low = min(LEAST, high)
         while low < high:
             middle = (low + high + 1) // 2
-            if self._seconds(prompts, middle) <= left:
+            if self._seconds(prompts, middle, chunks or ()) <= left:
                 low = middle
             else:
                 high = middle - 1
         return low
 
-    def _seconds(self, prompts: PromptBatch, budget: int) -> float:
+    def _seconds(self, prompts: PromptBatch, budget: int, chunks: Sequence[SequenceStep]) -> float:
         split = [(one.cached, tokens) for one, tokens in prompts.split(budget).items()]
+        split += [(chunk.start, len(chunk.tokens)) for chunk in chunks]
         return self._times.predict(
             sum(tokens for _, tokens in split), sum(_pairs(start, tokens) for start, tokens in split)
         )

@@ -17,11 +17,11 @@ sequence continues on another memory worker (``lamina.schedule.growth``). Ranges
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from lamina.control.messages import Computed
 from lamina.core.errors import RequestError
-from lamina.core.pipeline import LaneRole
+from lamina.core.pipeline import Pipeline
 from lamina.core.requests import Completion, Drawn, Group, Owner
 from lamina.core.sampling import SamplingParams
 from lamina.core.steps import DecodeRows, StepPlan
@@ -71,7 +71,7 @@ class Scheduler:
         overcommit: float = 1.0,
         window: int = 0,
         balance: BalancePolicy | None = None,
-        role: Callable[[int], LaneRole] = lambda _: "both",
+        pipeline: Pipeline | None = None,
         scratch: Sequence[tuple[str, int]] = (),
     ) -> None:
         """Create a scheduler that uses all lanes at first.
@@ -85,10 +85,10 @@ class Scheduler:
             overcommit: Tokens of a memory worker and its disk together, as a multiple of its slots.
             window: The largest window of layers that drop the tokens before it; 0 if no layer does.
             balance: Proposes moves of KV between memory workers.
-            role: Returns the role of a lane. A request decodes in another lane than a prefill lane.
+            pipeline: The replicas that run the lanes; None: one that does prompts and decoding.
             scratch: Scratch memory of the replicas, see ``Topology.scratch``.
         """
-        self._role = role
+        self._pipeline = pipeline or Pipeline(lanes, 1)
         self.scratch = Rooms(scratch)
         self.dropped = 0
         self.limits = limits
@@ -111,7 +111,14 @@ class Scheduler:
         self._residents = Residents(placement, self.prefixes, self._lanes)
         self._admissions = Admissions(limits, placement, self._residents, self.prefixes, policy)
         self._dealer = Dealer(
-            limits, placement, self._lanes, self.prefixes, self._residents, self._admissions, self._ready, role
+            limits,
+            placement,
+            self._lanes,
+            self.prefixes,
+            self._residents,
+            self._admissions,
+            self._ready,
+            self._pipeline,
         )
         self.moves = Moves(placement, self.prefixes, self._residents, self._lanes, self._sequences, self._admissions)
         self.balancing = None if balance is None else Balancing(balance, self.moves, placement)
@@ -131,7 +138,7 @@ class Scheduler:
 
     def _assign_replica(self, lane: Lane) -> None:
         """Set what a lane has from the replica that runs it."""
-        lane.role = self._role(lane.number)
+        lane.role = self._pipeline.role(lane.number)
         lane.pace = None if lane.role == "prefill" else self._pace  # no sequence decodes in a prefill lane
         lane.scratch = self.scratch.of_lane(lane.number, self.rotates)
 
@@ -325,7 +332,7 @@ class Scheduler:
             own.shrink(self.placement)
             for owner in own.strike(lost):
                 self._free_completion(*owner)
-        self._role, self.scratch = topology.pipeline.role, Rooms()
+        self._pipeline, self.scratch = topology.pipeline, Rooms()
         self._follow(topology, ends_epoch=True)
         self._deal_again()
         remaining = kept(self._lanes, self.prefixes, self.placement.capacities)
@@ -337,7 +344,7 @@ class Scheduler:
         ``deal_again``: lanes run on other replicas now, while no step is in flight; requests are dealt out again.
         """
         self._deals_again = self._deals_again or deal_again
-        self._role = topology.pipeline.role
+        self._pipeline = topology.pipeline
         self._follow(topology, ends_epoch=False)
         self._lanes += [self._new_lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
         self._ready.extend(len(self._lanes))
@@ -374,7 +381,7 @@ class Scheduler:
         self._deals_again = False
         for own in self._lanes:
             self._assign_replica(own)
-        self._dealer.deal_again(self._role, self._holding.may_run)
+        self._dealer.deal_again(self._pipeline, self._holding.may_run)
         self.scratch.on_dealt(lambda group: self._lanes[group.lane].scratch)
         self.moves.restart()
         self.placement.stalled.clear()
@@ -429,7 +436,7 @@ class Scheduler:
         rows, chunks, prompted = (
             own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
         )
-        borrowed = self._dealer.borrow(own, chunks) if fits else None
+        borrowed = self._dealer.borrow(own, rows, chunks, self.rotates) if fits else None
         own.allowance = self._dealer.rows_left(lane)
         grown, own.grown = self.placement.expand(own.grown), []
         changes = forks, released, admitted, moves, grown, switches, disks.spills, disks.fetches
@@ -523,6 +530,8 @@ class Scheduler:
         lane's plan ends them. Lanes that share a memory worker divide its free slots."""
         placement, own = self.placement, self._lanes[lane]
         if self.waiting or self._deals_again or self._recall or self.moves.in_progress:
+            return 0
+        if self._dealer.may_lend(self.rotates):
             return 0
         if placement.stalled or placement.closed or any(placement.idle.values()):
             return 0

@@ -139,7 +139,7 @@ class Turn:
             overcommit,
             window,
             POLICIES[balance]() if balance in POLICIES and placement.moves else None,
-            pipeline.role,
+            pipeline,
             scratch,
         )
         self.in_flight: dict[int, StepPlan] = {}

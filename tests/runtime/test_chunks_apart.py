@@ -77,8 +77,8 @@ def lent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[int]]:
     """Counts the chunks that lanes ran for others, by lane."""
     counts, borrow = Counter[int](), Lane.borrow
 
-    def counted(lane: Lane, lenders: Iterator[Lane], most: int) -> tuple[SequenceStep, Group] | None:
-        found = borrow(lane, lenders, most)
+    def counted(lane: Lane, *given: Any, **named: Any) -> tuple[SequenceStep, Group] | None:
+        found = borrow(lane, *given, **named)
         counts[lane.number] += found is not None
         return found
 

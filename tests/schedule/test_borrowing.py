@@ -1,4 +1,7 @@
-"""Lanes without requests run chunks of other lanes' prompts."""
+"""Lanes run chunks of other lanes' prompts in the rows that their own sequences leave."""
+
+import itertools
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -11,6 +14,7 @@ from lamina.core.topology import FIRST, Epoch, Member, Role, Topology
 from lamina.kv.placement import Placement
 from lamina.kv.stripes import placement
 from lamina.schedule.limits import Limits
+from lamina.schedule.pace import LEAST
 from lamina.schedule.turn import Turn
 from tests.support.schedules import ATTENTIONS, request
 
@@ -64,11 +68,112 @@ def test_a_chunk_completes_after_those_before_it() -> None:
     assert made.in_order(done(third)) == [done(third), done(fourth)]
 
 
-def test_lanes_with_requests_and_lanes_beside_local_memory_borrow_nothing() -> None:
+def run_round(
+    made: Turn, plans: list[StepPlan], busy_s: Callable[[StepPlan], float] = lambda plan: 0.0
+) -> list[StepPlan]:
+    """Complete these steps, and return the next ones."""
+    for plan in plans:
+        rows = sum(len(step.tokens) for step in plan.sequences)
+        for answer in made.in_order(StepDone(plan.step, [], rows=rows, busy_s=busy_s(plan))):
+            for _, completion in made.complete(answer).values():
+                completion.generated.append(7)
+    return list(made.plan(0.0))
+
+
+def beside_decoding(pipeline: Pipeline, busy_s: Callable[[StepPlan], float] | None = None) -> Iterator[list[StepPlan]]:
+    """Yield the steps that run at once, without and then with a long prompt, while a sequence decodes in every lane.
+
+    ``busy_s``: seconds of a step, which must take 0.1 s at most with those of other lanes.
+    """
+    limits = Limits(max_num_seqs=4 * pipeline.lanes, max_num_batched_tokens=ROWS, max_model_len=900)
+    placed, bound_s = Placement({"memory0": 10_000}), None if busy_s is None else 0.1
+    made = Turn(limits, placed, pipeline, attentions=1, kv_heads=2, plan_ahead=False, step_bound_s=bound_s)
+    for number in range(pipeline.lanes):
+        made.scheduler.submit(request(f"decoding {number}", 2, max_tokens=500))
+    plans = list(made.plan(0.0))
+    for step in range(30):
+        if step == 10:
+            made.scheduler.submit(request("0", 800, max_tokens=4))
+        plans = run_round(made, plans, busy_s or no_time)
+        yield plans
+
+
+def test_lanes_that_decode_borrow_in_the_rows_that_are_left() -> None:
+    first, second = [*beside_decoding(Pipeline(2, 1, stages=2))][15]
+    assert len(first.decoding.sequences) == len(second.decoding.sequences) == 1
+    assert sorted(spans([first, second]))[0][2] == sorted(spans([first, second]))[1][1]
+    assert all(len(chunk.tokens) == ROWS - 1 for plan in (first, second) for chunk in plan.chunks)
+
+
+def no_time(plan: StepPlan) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "unbounded", "bounded"),
+    [
+        (Pipeline(2, 1), 1, 1),
+        (Pipeline(4, 2), 1, 2),
+        (Pipeline(3, 1, stages=2), 2, 2),
+        (Pipeline(4, 1, stages=4), 4, 4),
+        (Pipeline(3, 2, rotates=True), 2, 2),
+    ],
+)
+def test_no_more_lanes_that_decode_run_chunks_than_there_are_stages(
+    pipeline: Pipeline, unbounded: int, bounded: int
+) -> None:
+    """And without a bound of steps, none of another replica."""
+    for busy_s, lanes in ((None, unbounded), (no_time, bounded)):
+        for plans in [*beside_decoding(pipeline, busy_s)][13:20]:
+            with_chunks = {plan.lane for plan in plans if plan.chunks}
+            assert len(plans) == pipeline.lanes and len(with_chunks) == lanes
+            replicas = {lane % pipeline.replicas for lane in with_chunks}
+            assert pipeline.rotates or len(replicas) == (pipeline.replicas if lanes > 1 else 1)
+
+
+def rows_of_chunks(plan: StepPlan) -> int:
+    return sum(len(chunk.tokens) for chunk in plan.chunks)
+
+
+def test_a_lane_that_decodes_borrows_what_its_pace_leaves_time_for() -> None:
+    def busy_s(plan: StepPlan) -> float:
+        return 0.005 + 0.004 * rows_of_chunks(plan)
+
+    for plans in [*beside_decoding(PIPELINE, busy_s)][20:]:
+        assert all(LEAST < rows_of_chunks(plan) < ROWS - 1 for plan in plans)
+        first_s, second_s = map(busy_s, plans)
+        assert max(first_s + second_s / 2, second_s + first_s / 2) <= 0.1  # replicas run them at once
+
+
+def test_a_lane_that_decodes_borrows_nothing_if_its_pace_leaves_no_time() -> None:
+    for plans in [*beside_decoding(PIPELINE, lambda plan: 0.09)][12:]:
+        assert sorted(rows_of_chunks(plan) for plan in plans) == [0, LEAST]
+
+
+def test_a_lanes_own_prompts_come_first() -> None:
     made = turn()
-    begin(made)
+    group = begin(made)
     made.scheduler.submit(request("1", 4, max_tokens=4))
-    assert {(plan.lane, chunk.sequence) for plan in made.plan(0.0) for chunk in plan.chunks} == {(0, 0), (1, 1)}
+    first, second, *_ = made.plan(0.0)
+    assert spans([first]) == [(0, 0, ROWS)] and group.lane == 0
+    assert spans([second]) == [(1, 0, 4), (1, ROWS, 2 * ROWS - 4)]
+
+
+def test_steps_of_a_lane_that_may_borrow_next_are_not_taken_for_the_last_one_again() -> None:
+    made = turn(pipeline=Pipeline(3, 1, stages=2))
+    for number in range(3):
+        made.scheduler.submit(request(f"decoding {number}", 2, max_tokens=50))
+    plans = list(made.plan(0.0))
+    for _ in range(4):
+        plans = run_round(made, plans)
+    assert made.scheduler.unchanged_steps(2) > 0
+    made.scheduler.submit(request("0", PROMPT, max_tokens=4))
+    plans = run_round(made, plans)
+    assert not any(plan.chunks for plan in made.in_flight.values() if plan.lane == 2)
+    assert made.scheduler.unchanged_steps(2) == 0
+
+
+def test_lanes_beside_local_memory_borrow_nothing() -> None:
     alone = turn(local=True)
     begin(alone)
     assert {lane for lane, _, _ in spans(list(alone.plan(0.0)))} == {0}
@@ -98,12 +203,15 @@ def test_slots_are_freed_once_no_lane_runs_the_request(preempts: bool) -> None:
     else:
         made.scheduler.abort("0")
     released: list[int] = []
-    for plan in (first, second, third, fourth):
+    plans = [first, second, third, fourth]
+    for plan in itertools.islice(plans, 8):  # a preempted request runs again meanwhile
+        assert sequence not in released or plan.step > fourth.step
         for answer in made.in_order(done(plan)):
             made.complete(answer)
         planned = list(made.plan(0.0))
         released += [one for later in planned for one in later.released]
-        assert (sequence in released) == (plan is fourth)
+        plans += planned
+    assert sequence in released
 
 
 @pytest.mark.parametrize("completed", range(5))

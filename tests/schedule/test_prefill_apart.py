@@ -61,7 +61,7 @@ def test_every_request_ends_and_every_slot_comes_back_with_prompts_apart(request
 
 
 def test_a_request_decodes_in_another_lane_one_step_after_its_prompt() -> None:
-    under_test = scheduler({"memory0": 200}, 2, LIMITS, role=Pipeline(2, 2, prefill=1).role)
+    under_test = scheduler({"memory0": 200}, 2, LIMITS, pipeline=Pipeline(2, 2, prefill=1))
     under_test.submit(request("r", 20, max_tokens=5, n=2, repetition_penalty=1.2))
     assert [*under_test.plannable(2)] == [0, 1]
     first, second = under_test.plan(0), under_test.plan(0)
@@ -89,7 +89,7 @@ def test_a_request_decodes_in_another_lane_one_step_after_its_prompt() -> None:
 
 def test_only_the_lane_that_decodes_sends_what_was_drawn_and_adds_the_prompt_to_the_cache() -> None:
     """Also if all requests were dealt out again before that: the prompt's lane would name a request that has ended."""
-    under_test = scheduler({"memory0": 200}, 2, LIMITS, prefix_cache=True, role=Pipeline(2, 2, prefill=1).role)
+    under_test = scheduler({"memory0": 200}, 2, LIMITS, prefix_cache=True, pipeline=Pipeline(2, 2, prefill=1))
     under_test.submit(request("r", 20, max_tokens=2, repetition_penalty=1.2))
     for _ in range(2):
         assert under_test.plan(0) is not None

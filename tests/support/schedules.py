@@ -1,9 +1,8 @@
 """Schedulers and requests of the size that these tests need."""
 
-from collections.abc import Callable
 from typing import Any
 
-from lamina.core.pipeline import LaneRole
+from lamina.core.pipeline import Pipeline
 from lamina.core.sampling import SamplingParams
 from lamina.core.steps import StepPlan
 from lamina.core.types import NOBODY, Client, Request
@@ -25,7 +24,7 @@ def scheduler(
     overcommit: float = 1.0,
     window: int = 0,
     policy: Policy = FIFO,
-    role: Callable[[int], LaneRole] = lambda _: "both",
+    pipeline: Pipeline | None = None,
 ) -> Scheduler:
     return Scheduler(
         limits,
@@ -37,7 +36,7 @@ def scheduler(
         overcommit=overcommit,
         window=window,
         policy=policy,
-        role=role,
+        pipeline=pipeline,
     )
 
 
