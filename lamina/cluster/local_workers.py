@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import MappingProxyType
 
 import msgspec
 
@@ -70,7 +69,7 @@ def allocation_variables() -> dict[str, str]:
 
 
 def start_process(
-    command: list[str], bootstrap: Bootstrap, shared_cores: bool, variables: Mapping[str, str] = MappingProxyType({})
+    command: list[str], bootstrap: Bootstrap, shared_cores: bool, variables: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     """Start a worker, whose process may have ended when this returns.
 
@@ -221,7 +220,7 @@ class LocalWorkers(_OnThisMachine):
             os.close(descriptor.fd)
         for name, process in killed.items():
             self._ended.pop(name, None)
-            wait_for_killed(name, process)
+            wait_for_killed(f"worker {name}", process)
 
     def kill(self, reason: str = "") -> None:
         for process in self.processes.values():
@@ -241,7 +240,7 @@ class LocalWorkers(_OnThisMachine):
             os.close(descriptor.fd)
         self._exits.close()
         for name, process in self.processes.items():
-            wait_for_killed(name, process)
+            wait_for_killed(f"worker {name}", process)
 
 
 class SupervisedWorkers(_OnThisMachine):
@@ -317,12 +316,12 @@ class SupervisedWorkers(_OnThisMachine):
 
 
 def wait_for_killed(name: str, process: subprocess.Popen[bytes]) -> None:
-    """Wait for the exit of a worker's killed process. Raises TransportError if it does not end in time."""
+    """Wait for the exit of a killed process. Raises TransportError, with its ``name``, if it does not end in time."""
     try:
         process.wait(KILL_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         raise TransportError(
-            f"worker {name} (process {process.pid}) was killed, but has not ended within {KILL_TIMEOUT_S:.0f} s; "
+            f"{name} (process {process.pid}) was killed, but has not ended within {KILL_TIMEOUT_S:.0f} s; "
             f"it may wait for a device or a network file system"
         ) from error
 

@@ -18,13 +18,13 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from lamina.cluster.local_workers import describe_exit
+from lamina.cluster.local_workers import describe_exit, wait_for_killed
 from lamina.config.server_config import ServerConfig
 from lamina.config.settings import plain_values
 from lamina.control.agent_messages import Serving
 from lamina.control.frontend_messages import ENGINE_STOPPED, READY
 from lamina.control.liveness import Liveness
-from lamina.core.errors import EngineDeadError, WorkerError
+from lamina.core.errors import EngineDeadError, TransportError, WorkerError
 from lamina.serve.http_errors import first_line
 from lamina.serve.server import TELL_S
 
@@ -262,7 +262,10 @@ class FrontendProcesses:
         for process in self._running:
             process.popen.kill()
         for process in self._running:
-            process.popen.wait(STOP_TIMEOUT_S)
+            try:
+                wait_for_killed("a frontend", process.popen)
+            except TransportError as error:  # the server ends all the same
+                log.warning("%s", error)
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,7 @@
 """Processes of frontends around a scripted engine: what happens to them once it has stopped for good."""
 
 import os
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from lamina.control.agent_messages import Serving
 from lamina.core.errors import EngineDeadError
 from lamina.engine.frontends import Frontends
 from lamina.models.directory import find
-from lamina.serve.frontend_processes import FrontendProcesses
+from lamina.serve.frontend_processes import FrontendProcesses, _Process
 from lamina.serve.server import bind, url
 from tests.support.recording_engine import RecordingEngine
 from tests.support.waiting import wait_until
@@ -44,6 +45,34 @@ class LateOwner:
         self._engine.end_turn()
         time.sleep(LATE_S)
         self.dead = self._engine.dead
+
+
+class Stuck:
+    """A process that does not end although it was killed."""
+
+    pid = 7
+
+    def kill(self) -> None:
+        pass
+
+    def wait(self, timeout: float) -> None:
+        raise subprocess.TimeoutExpired("frontend", timeout)
+
+
+def test_a_killed_frontend_that_does_not_end_is_logged_and_does_not_keep_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(FrontendProcesses, "_start", lambda self: None)
+    with (
+        bind("127.0.0.1", 0) as listener,
+        FrontendProcesses(ServerConfig(), find(None, weights=False).path, listener) as processes,
+    ):
+        processes._running += [_Process(Stuck(), -1), _Process(Stuck(), -1)]  # type: ignore[arg-type]
+        folder = processes.folder
+    assert not folder.exists()
+    assert [message.partition(";")[0] for message in caplog.messages] == [
+        "a frontend (process 7) was killed, but has not ended within 10 s"
+    ] * 2
 
 
 @pytest.mark.slow
