@@ -85,7 +85,8 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
 
     Raises LogitsError, without drawing, that names every row with a NaN, an infinity or no allowed token.
     """
-    _require_matching(logits, rows)
+    if logits.ndim != 2 or len(logits) != len(rows):
+        raise ValueError(f"logits have shape {list(logits.shape)}; {len(rows)} rows need [{len(rows)}, vocabulary]")
     special = [r for r, row in enumerate(rows) if row.special]
     scores = _constrain(logits, rows, special)
     highest, tokens = largest(scores)
@@ -109,20 +110,6 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
     return [
         Draw(row.sequence, token, logprobs.get(r, b"")) for r, (row, token) in enumerate(zip(rows, ids, strict=True))
     ]
-
-
-def distribution(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Return the probabilities that ``sample`` draws from: float32 [R, V]. Rows must not be greedy."""
-    _require_matching(logits, rows)
-    scores, temperature = _constrain(logits, rows, range(len(rows))), _temperatures(rows, logits.device)
-    highest, places = largest(scores)[0], torch.arange(len(rows), device=logits.device)
-    least = _least(scores, places, highest, temperature, rows)
-    return _scaled(scores, highest, least, temperature).softmax(-1)
-
-
-def _require_matching(logits: Tensor, rows: Sequence[Row]) -> None:
-    if logits.ndim != 2 or len(logits) != len(rows):
-        raise ValueError(f"logits have shape {list(logits.shape)}; {len(rows)} rows need [{len(rows)}, vocabulary]")
 
 
 def _constrain(logits: Tensor, rows: Sequence[Row], special: Sequence[int]) -> Tensor:

@@ -5,6 +5,7 @@ import math
 import struct
 from dataclasses import replace
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,7 +22,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lamina.compute.sampler import Row, distribution, sample
+from lamina.compute import sampler
+from lamina.compute.sampler import Row, sample
 from lamina.control.packed_logprobs import unpack
 from lamina.core.errors import LogitsError
 from lamina.core.sampling import SamplingParams
@@ -32,6 +34,16 @@ VOCABULARY = 60
 
 def random_logits(rows: int, vocabulary: int = VOCABULARY, *, seed: int = 0, spread: float = 3.0) -> Tensor:
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def distribution(logits: Tensor, rows: list[Row]) -> Tensor:
+    """The probabilities that ``sample`` draws from, by what it passes to ``draw``. No row may be greedy."""
+    with mock.patch.object(sampler, "draw") as draw:
+        sample(logits, rows)
+    scores, places, highest, least, temperature, *_ = draw.call_args.args
+    kept = scores[places].float()
+    kept[kept < least[:, None]] = -math.inf
+    return ((kept - highest[:, None]) / temperature[:, None]).softmax(-1)
 
 
 def hugging_face(scores: Tensor, row: Row) -> Tensor:

@@ -28,8 +28,10 @@ SEGMENT = 8192
 memory workers then share the attention of a long sequence."""
 
 LONG = 4
-"""... so many times."""
+"""How many times as long as ``SEGMENT`` requests are then, at least."""
 
+SHORTLISTED = 10
+"""Most ways that are simulated, unless there are more systems."""
 
 UNDERRATED = 0.1
 """The simulator found requests at most this share cheaper than the closed form, in the tables of docs/cost-model.md."""
@@ -316,10 +318,10 @@ def rivals(found: Sequence[Capacity], best_usd: float) -> list[Capacity]:
     return [one for one in found if one.usd_per_request * (1 - UNDERRATED) <= RIVAL * best_usd]
 
 
-def shortlist(found: Sequence[Capacity], most: int = 10) -> list[Capacity]:
+def shortlist(found: Sequence[Capacity]) -> list[Capacity]:
     """Return the ways to simulate: the cheapest for every system, pair of kinds and number of lanes.
 
-    At most ``most`` ways, with at least one of every system.
+    At most ``SHORTLISTED`` ways, with at least one of every system.
     """
     best: dict[tuple[Kind, str, str, bool, int], Capacity] = {}
     for one in sorted(found, key=lambda one: (one.usd_per_request, one.usd_per_hour)):
@@ -330,4 +332,4 @@ def shortlist(found: Sequence[Capacity], most: int = 10) -> list[Capacity]:
     kept = sorted(best.values(), key=lambda one: one.usd_per_request)
     first = {one.way.kind: one for one in reversed(kept)}.values()
     others = [one for one in kept if not any(one is chosen for chosen in first)]
-    return sorted([*first, *others[: max(0, most - len(first))]], key=lambda one: one.usd_per_request)
+    return sorted([*first, *others[: max(0, SHORTLISTED - len(first))]], key=lambda one: one.usd_per_request)

@@ -1,7 +1,7 @@
 """Finds the highest load of a way within the SLOs, by simulations at different rates."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -230,7 +230,6 @@ class Course:
         self,
         capacity: Capacity,
         most_usd: float = math.inf,
-        on_run: Callable[[], None] = lambda: None,
         rounds: int = ROUNDS,
         tolerance: float = TOLERANCE,
     ) -> Trial | None:
@@ -246,7 +245,6 @@ class Course:
         left, falls = min(rounds, self.rounds(capacity)), MOST_FALLS
         while left and falls:
             result = self.simulate(capacity, rate, requests)
-            on_run()
             if self.within_slos(result):
                 low, kept = rate, result
             else:
