@@ -13,7 +13,7 @@ _UNUSED = ("PIL", "scipy", "sklearn")
 _UNUSED_ON_CPU = ("triton", "torchao")
 
 
-def before_imports(device: str = "cpu") -> None:
+def before_imports(device: str) -> None:
     """Make the import of torch and transformers cheaper. Call it before either is imported.
 
     Hides installed packages that a text decoder on ``device`` never uses, whose import takes half a second. Disables

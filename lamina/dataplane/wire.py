@@ -299,7 +299,7 @@ def read_queries(body: Array, spec: AttentionSpec, dtype: DType, rows: MessageRo
 
 def read_kept(body: Array, spec: AttentionSpec, dtype: DType, rows: MessageRows) -> tuple[Array, Array]:
     """View k and v of a request's bytes, uint8 [n] in any memory, with the shapes of ``keys_values``."""
-    return keys_values(body, spec, dtype, 0, len(rows.appends))
+    return keys_values(body, spec, dtype, len(rows.appends))
 
 
 def piece_nbytes(spec: AttentionSpec, dtype: DType, rows: MessageRows, part: Piece) -> int:
@@ -308,10 +308,10 @@ def piece_nbytes(spec: AttentionSpec, dtype: DType, rows: MessageRows, part: Pie
     return kept + (part.stop - part.start) * spec.query_bytes_per_token(dtype)
 
 
-def keys_values(buffer: Array, spec: AttentionSpec, dtype: DType, offset: int, rows: int) -> tuple[Array, Array]:
-    """View (k [rows, Hkv, D], v [rows, Hkv, Dv]) of the bytes at ``offset`` of a request or a landing slot."""
-    k = _view(buffer, dtype, (rows, spec.kv_heads, spec.qk_dim), offset)
-    return k, _view(buffer, dtype, (rows, spec.kv_heads, spec.v_dim), offset + k.nbytes)
+def keys_values(buffer: Array, spec: AttentionSpec, dtype: DType, rows: int) -> tuple[Array, Array]:
+    """Return views (k [rows, Hkv, D], v [rows, Hkv, Dv]) of the first bytes of a request or a landing slot."""
+    k = _view(buffer, dtype, (rows, spec.kv_heads, spec.qk_dim), 0)
+    return k, _view(buffer, dtype, (rows, spec.kv_heads, spec.v_dim), k.nbytes)
 
 
 def pulled_pieces(pulled: Sequence[PulledRows], most: int) -> Iterator[PulledRows]:

@@ -123,7 +123,7 @@ class UsageReports:
         self._sent_at = 0.0
         self._repeated = True  # whether the last two reports were equal
 
-    def send_if_due(self, busy_s: float = 0.0, parked: int = 0, parked_nbytes: int = 0) -> None:
+    def send_if_due(self, busy_s: float, parked: int = 0, parked_nbytes: int = 0) -> None:
         """Send a report if one is due. Arguments are fields of ``SlabUsage``."""
         now = time.monotonic()
         emptied = self._last.sequences > 0 and self._store.sequences == 0

@@ -94,7 +94,7 @@ class Tracing:
     ``traceparent``, or what ``OTEL_PROPAGATORS`` names, makes the span a child of the client's.
     """
 
-    def __init__(self, app: ASGIApp, provider: "TracerProvider", model: str, root_path: str = "") -> None:
+    def __init__(self, app: ASGIApp, provider: "TracerProvider", model: str, root_path: str) -> None:
         self._app = app
         self._tracer = provider.get_tracer("lamina", lamina.__version__)
         self._model = model

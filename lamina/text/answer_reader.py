@@ -25,7 +25,7 @@ class AnswerReader:
         self.reasons = parser.may_reason
         self.reasoning_tokens = 0
 
-    def read_tokens(self, texts: Sequence[str], rest: str = "", last: bool = False) -> list[Event]:
+    def read_tokens(self, texts: Sequence[str], rest: str, last: bool) -> list[Event]:
         """Return what new tokens add.
 
         Args:

@@ -8,7 +8,6 @@ the user. The prompt ends with ``<|start|>assistant``. ``<|call|>`` and ``<|retu
 import json
 import re
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from lamina.core.sampling import StructuredOutputs
@@ -139,7 +138,7 @@ FREE: /(.|\\n)*/
 """
 
 
-def answer_grammar(rule: str, prompt: str, functions: Mapping[str, str] = MappingProxyType({})) -> str:
+def answer_grammar(rule: str, prompt: str, functions: Mapping[str, str]) -> str:
     """Return the grammar, in Lark's syntax, of an answer with reasoning whose message in ``final`` matches ``rule``.
 
     Args:

@@ -116,7 +116,7 @@ class StopChecker:
                     return self._cut(stop, with_special)
         return StopDecision(self._release(len(self._held) - self._kept()))
 
-    def append_last(self, text: str, special: str = "") -> StopDecision:
+    def append_last(self, text: str, special: str) -> StopDecision:
         """Return the last text to stream when an end-of-sequence or stop token ends the completion.
 
         Args:

@@ -8,7 +8,7 @@ import pytest
 # Imported late by torch, so that any build may pass for one for CUDA.
 IMPORT_AS_IF_BUILT_FOR_CUDA = """
 from lamina.compute.__main__ import before_imports
-before_imports()
+before_imports("cpu")
 import sys, torch
 assert "torch.utils.flop_counter" not in sys.modules
 torch.version.cuda = "13.0"

@@ -39,7 +39,7 @@ def test_tokens_within_reasoning_are_counted(name: str, size: int) -> None:
     events = []
     for at in range(0, len(texts), size):
         for reader in readers:
-            events = reader.read_tokens(texts[at : at + size], last=at + size >= len(texts))
+            events = reader.read_tokens(texts[at : at + size], "", last=at + size >= len(texts))
     assert [reader.reasoning_tokens for reader in readers] == [expected, expected]
     assert readers[0].reasons == (name != "no reasoning")
     assert not any(isinstance(event, Reasoning) for event in events)

@@ -84,7 +84,7 @@ def test_nothing_is_held_back_when_the_stop_string_is_wanted() -> None:
 @pytest.mark.parametrize(("include", "text"), [(False, "held <"), (True, "held <end")])
 def test_end_of_sequence_releases_what_was_held_back(include: bool, text: str) -> None:
     checker = StopChecker(SamplingParams(stop=["<|stop|>"], include_stop_str_in_output=include))
-    assert checker.append("held <").text + checker.append_last("end").text == text
+    assert checker.append("held <").text + checker.append_last("end", "").text == text
 
 
 class Counted(frozenset[str]):
