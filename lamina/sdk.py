@@ -24,7 +24,7 @@ from lamina.core.errors import LaminaError, RequestError
 from lamina.core.outputs import RequestOutput
 from lamina.core.sampling import SamplingParams
 from lamina.engine.streams import AsyncOutputs, Outputs
-from lamina.engine.updates import Whole
+from lamina.engine.updates import UpdateSum
 from lamina.launch import launch
 from lamina.observe.progress import BatchProgress, loading_progress
 from lamina.text.chats import Chat, prepare_chat
@@ -111,7 +111,7 @@ class Lamina:
         """
         wanted = _prompts_of(prompts)
         params = _params_of(sampling_params, len(wanted), self.engine.sampling_defaults)
-        wholes = [Whole(self.tokenizer) for _ in wanted]
+        wholes = [UpdateSum(self.tokenizer) for _ in wanted]
         with BatchProgress(len(wanted), enabled=use_tqdm) as progress:
             for part in _parts(len(wanted)):
                 with Outputs(self.engine, _new_id(), wanted[part], params[part]) as outputs:
@@ -192,7 +192,7 @@ class Lamina:
         """
         params = _params_of(sampling_params, 1, self.engine.sampling_defaults)
         with Outputs(self.engine, _new_id(), [_one(prompt)], params) as outputs:
-            whole = Whole(self.tokenizer)
+            whole = UpdateSum(self.tokenizer)
             for _, update in outputs:
                 whole.append_update(update)
                 yield whole.output()
@@ -203,7 +203,7 @@ class Lamina:
         """Stream several prompts that run together: yields (index of the prompt, its output so far)."""
         wanted = _prompts_of(prompts)
         params = _params_of(sampling_params, len(wanted), self.engine.sampling_defaults)
-        wholes = [Whole(self.tokenizer) for _ in wanted]
+        wholes = [UpdateSum(self.tokenizer) for _ in wanted]
         for part in _parts(len(wanted)):
             with Outputs(self.engine, _new_id(), wanted[part], params[part]) as outputs:
                 for index, update in outputs:
@@ -219,7 +219,7 @@ class Lamina:
         """Generate in an event loop; cancelling the task cancels the requests."""
         wanted = _prompts_of(prompts)
         params = _params_of(sampling_params, len(wanted), self.engine.sampling_defaults)
-        wholes = [Whole(self.tokenizer) for _ in wanted]
+        wholes = [UpdateSum(self.tokenizer) for _ in wanted]
         for part in _parts(len(wanted)):
             async with await AsyncOutputs.submit(self.engine, _new_id(), wanted[part], params[part]) as outputs:
                 async for index, update in outputs:
@@ -232,7 +232,7 @@ class Lamina:
         """Stream in an event loop; closing the iterator or cancelling the task cancels the request."""
         params = _params_of(sampling_params, 1, self.engine.sampling_defaults)
         async with await AsyncOutputs.submit(self.engine, _new_id(), [_one(prompt)], params) as outputs:
-            whole = Whole(self.tokenizer)
+            whole = UpdateSum(self.tokenizer)
             async for _, update in outputs:
                 whole.append_update(update)
                 yield whole.output()
@@ -393,7 +393,7 @@ def _parts(prompts: int) -> list[slice]:
     return [slice(start, start + PART) for start in range(0, prompts, PART)]
 
 
-def _outputs(wholes: Sequence[Whole]) -> list[RequestOutput]:
+def _outputs(wholes: Sequence[UpdateSum]) -> list[RequestOutput]:
     outputs = [whole.output() for whole in wholes]
     failed = [output for output in outputs if output.error is not None]
     if failed:

@@ -114,7 +114,7 @@ def _shared_seconds(gpu: Gpu, spec: AttentionSpec, step: tuple[int, int, int], l
         Pairs([1] * count, last, starts, range(count), starts, [shared + own] * count), lambda key: pages[key]
     )
     q = bfloat16(rng, (count, spec.query_heads, HEAD_DIM))
-    out, lse = device.made(count, spec)
+    out, lse = device.device_results(count, spec)
 
     def call() -> None:
         for layer in range(layers):

@@ -36,7 +36,7 @@ from lamina.dataplane.slot import Outbox, Slot
 from lamina.dataplane.transport_choice import Transport
 from lamina.dataplane.wire import reply_nbytes, request_nbytes
 from lamina.memory.device.cpu import Cpu
-from lamina.memory.moving import KvMoves, Open
+from lamina.memory.moving import KvMoves, OpenOutbox
 from lamina.memory.pulls import GapWork, Puller
 from lamina.memory.store import KvStore
 from lamina.planning.profiling.transports import SPINS, make_endpoint
@@ -187,7 +187,7 @@ class Moves:
         store = Store(OTHER, MOVED)
         store.apply(begun(OTHER, MOVED))
         puller = Puller(lambda _, fetch: self._other_endpoint.fetch(own, fetch), other_arena, PLAN, store)
-        outbox: Open = lambda _, slot: Outbox(self._other_endpoint, own, slot)  # noqa: E731
+        outbox: OpenOutbox = lambda _, slot: Outbox(self._other_endpoint, own, slot)  # noqa: E731
         leases = {MEMORY: (BETWEEN, BETWEEN)}
         self._other = KvMoves(store, puller, other_arena, PLAN, leases, outbox, lambda _: None, FIRST)
         self._number, self._is_done = 0, True

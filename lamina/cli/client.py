@@ -36,7 +36,7 @@ Sample = tuple[Mapping[str, str], float]
 
 
 def open_url(
-    server: str, path: str, timeout_s: float, body: Any = None, headers: Mapping[str, str] | None = None
+    server: str, path: str, timeout_s: float, body: Any = None, *, headers: Mapping[str, str]
 ) -> http.client.HTTPResponse:
     """Return the response of a server, also if its status is an error. ``body``: sent as JSON with POST.
 
@@ -46,7 +46,7 @@ def open_url(
         raise ConfigError(f"{server!r} is not the URL of a server; give --url http://HOST:PORT")
     url = server.rstrip("/") + path
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers})
     try:
         return cast(http.client.HTTPResponse, urllib.request.urlopen(request, timeout=timeout_s))
     except urllib.error.HTTPError as error:
@@ -101,7 +101,7 @@ def status(
         print_text("\n".join(placement_lines(answer)) + "\n")
         return
     _, metrics = _fetch(url, "/metrics")
-    print_text("\n".join(lines(metrics)) + "\n")
+    print_text("\n".join(status_lines(metrics)) + "\n")
     code, health = _fetch(url, "/health")
     if code != HTTPStatus.OK:
         raise EngineDeadError(_unhealthy(health))
@@ -163,7 +163,7 @@ def _worker_lines(worker: str, use: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def lines(metrics: str) -> list[str]:
+def status_lines(metrics: str) -> list[str]:
     """Return the lines of `lamina status` for an answer of ``GET /metrics``.
 
     Raises ConfigError if the answer is not Lamina's.
@@ -225,7 +225,7 @@ def administer(server: str, path: str, body: Any) -> list[str]:
     if not key:
         raise ConfigError("LAMINA_ADMIN_KEY is not set; set it to the key that the server was started with")
     try:
-        with open_url(server, path, ADMINISTER_S, body, bearer(key)) as response:
+        with open_url(server, path, ADMINISTER_S, body, headers=bearer(key)) as response:
             if response.status == HTTPStatus.UNAUTHORIZED:
                 raise ConfigError(
                     f"{server} has another LAMINA_ADMIN_KEY; set it to the key that the server was started with"
@@ -344,7 +344,7 @@ class RemoteModel:
             TransportError: The connection is lost.
         """
         body = {"model": self.name, "messages": list(messages), "stream": True, **self._sampling}
-        with open_url(self._url, "/v1/chat/completions", TOKEN_S, body, self._headers) as response:
+        with open_url(self._url, "/v1/chat/completions", TOKEN_S, body, headers=self._headers) as response:
             try:
                 if response.status != HTTPStatus.OK:
                     raise _refusal(response)

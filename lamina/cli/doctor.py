@@ -95,7 +95,7 @@ def _show_topology() -> None:
     from lamina.cluster.locality import here
 
     table = Table("", Column(overflow="fold"), box=None, padding=(0, 2, 0, 0), show_header=False)
-    for part, found in lines(here()):
+    for part, found in topology_lines(here()):
         table.add_row(part, escape(found))
     output().print(table)
 
@@ -216,7 +216,7 @@ def _model() -> Finding:
     return Finding("bundled model", f"{model.name} at {model.path}")
 
 
-def lines(found: Locality) -> Iterator[tuple[str, str]]:
+def topology_lines(found: Locality) -> Iterator[tuple[str, str]]:
     """Yield lines (part, description) about a machine's topology."""
     for node in found.nodes:
         memory = f", {node.memory_bytes / 2**30:.1f} GiB" if node.memory_bytes else ""
@@ -251,7 +251,7 @@ def _neighbours(found: Locality, gpu: Card) -> str:
 
 
 def network() -> Iterator[Finding]:
-    """Run all checks, in the order they are shown."""
+    """Run the checks of networks and transports, in the order they are shown."""
     from lamina._native import tls_obstacle
     from lamina.transport.rdma.ports import inventory
 

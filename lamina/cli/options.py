@@ -24,7 +24,7 @@ PANELS = ("Arguments", "Options", COMMON, *get_args(Group))
 """The panels in the order of the help. Options without a panel are in "Options"."""
 
 _OF_SETTINGS = (COMMON, *get_args(Group))
-"""The panels of settings, whose whole help is in docs/settings.md."""
+"""Panels whose options show the first sentences of their help; docs/settings.md has all of it."""
 
 WIDEST_NAME = 28
 """Columns for the names of options. The help of an option with a longer name begins on the next line."""
@@ -184,8 +184,8 @@ def check_model(config: EngineConfig) -> None:
     find(config.model, weights=False, tokenizer=False)
 
 
-def as_lanes(text: str | None) -> int | None:
-    """Return the number of lanes, None for auto. Raises ConfigError."""
+def parse_lanes(text: str | None) -> int | None:
+    """Return the number of lanes that an option names; None for "auto". Raises ConfigError."""
     if text is None or text == "auto":
         return None
     if not text.isdigit():

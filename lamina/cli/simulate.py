@@ -148,7 +148,7 @@ def simulate(
         local=local,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
-        lanes=options.as_lanes(lanes),
+        lanes=options.parse_lanes(lanes),
         pipelining=pipelining,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

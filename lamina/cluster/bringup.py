@@ -153,7 +153,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         for number, name in enumerate(plan.computes):
             control.send([name], part_setup(plan, number, plan.greetings[name], folder, name in local))
         loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
-    plan = with_turns(plan, len(loaded.attentions) + 1)
+    plan = _without_impossible_rotation(plan, len(loaded.attentions) + 1)
     if plan.pipeline.stages > 1:
         plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, starts=loaded.starts))
     holders = [*local, *plan.memories]
@@ -216,7 +216,7 @@ def _same(plan: ClusterPlan, loaded: Mapping[str, ModelLoaded]) -> ModelLoaded:
     return loaded[first]
 
 
-def with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
+def _without_impossible_rotation(plan: ClusterPlan, slices: int) -> ClusterPlan:
     """Return ``plan`` without lanes that rotate, if the model has fewer ``slices`` than replicas.
 
     Where lanes rotate, every replica runs at least one slice of every step. Raises ConfigError if the configured order
@@ -323,7 +323,7 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
 
     Raises TransportError if a role has no worker left, or workers do not answer.
     """
-    plan = with_turns(plan, len(saved.loaded.attentions) + 1)
+    plan = _without_impossible_rotation(plan, len(saved.loaded.attentions) + 1)
     fabric = fabric_of(workers, plan, saved.loaded, saved.memory_setup)
     before, last = saved.topology, saved.topology.epoch
     before = msgspec.structs.replace(before, epoch=Epoch(last.incarnation + 1, last.number))

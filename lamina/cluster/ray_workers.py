@@ -35,9 +35,9 @@ from lamina.core.topology import Pool, Role
 
 log = logging.getLogger(__name__)
 
-WARN_S = 15.0  # a placement may take before a warning says why
-DRAIN_S = 2.0  # between two checks for drained nodes
-ACTOR_S = 60.0  # for an actor's process to start
+WARN_S = 15.0  # wait for a placement before a warning says what is missing
+DRAIN_S = 2.0  # time between two checks for drained nodes
+ACTOR_S = 60.0  # longest start of an actor's process
 POLL_S = 0.5
 REACH_S = 10.0
 _LOST = (RayError, RuntimeError, ValueError, ConnectionError)  # what calls raise once the cluster is lost
@@ -122,7 +122,7 @@ class RayWorkers:
         self._kinds, self._own, self._threads = kinds, own, threads
         self._closing = threading.Event()
         self._tending: dict[str, threading.Thread] = {}
-        self._over = set[str]()  # workers that ``kill_worker`` was called for
+        self._killed = set[str]()  # workers that ``kill_worker`` was called for
         self._lock = threading.Lock()  # of the following two
         self._placed: dict[str, _Placed] = {}
         self._wishes: list[Wish] = []
@@ -208,7 +208,7 @@ class RayWorkers:
         return False
 
     def _is_over(self, name: str) -> bool:
-        return self._closing.is_set() or name in self._over
+        return self._closing.is_set() or name in self._killed
 
     def _is_ready(self, name: str, reference: Any, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -240,19 +240,19 @@ class RayWorkers:
         try:
             self._remote.kill_worker(worker, cut=cut, reason=reason)
         finally:
-            self._over.add(worker)
+            self._killed.add(worker)
 
     def kill(self, reason: str = "") -> None:
         """End all workers at once."""
         self._remote.kill(reason)
-        self._give_back()
+        self._leave_cluster()
 
     def close(self) -> None:
         """End all workers and leave the Ray cluster."""
         self._remote.close()
-        self._give_back()
+        self._leave_cluster()
 
-    def _give_back(self) -> None:
+    def _leave_cluster(self) -> None:
         self._closing.set()
         for thread in self._tending.values():
             thread.join(ACTOR_S)

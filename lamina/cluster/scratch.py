@@ -16,9 +16,9 @@ from lamina.core.types import KvElement, Overlap
 from lamina.dataplane.leases import slot_rows
 from lamina.schedule.turn import DEPTH
 
-PROMPTS = 2  # of the longest, for which there is to be scratch memory: a step has at most two unfinished ones
-SHARE = 0.1  # of free memory that KV needs too, for the scratch memory of all compute workers there
-GPU_SHARE = 0.5  # of the free memory of a GPU that holds no other KV
+PROMPTS = 2  # scratch memory has room for this many of the longest prompts: a step has at most two unfinished ones
+SHARE = 0.1  # share of free memory for the scratch memory of all compute workers there, if slabs are there too
+GPU_SHARE = 0.5  # share of the free memory of a GPU without slabs
 
 
 def make_scratch(
@@ -34,9 +34,12 @@ def make_scratch(
     Args:
         greetings: First message of each of these workers.
         holders: First messages of the workers with slabs.
-        taken: Returns how much of the memory that is free where a worker runs slabs will take, in bytes.
+        taken: Returns the bytes that slabs will take of the free memory where a worker runs.
 
-    Returns the tokens that each of them holds; empty if the cluster has no scratch memory. Raises ConfigError.
+    Returns:
+        By worker, the tokens that its scratch memory holds; empty if the cluster has no scratch memory.
+
+    Raises ConfigError.
     """
     if not plan.compute_setup.scratch:
         return {}
@@ -68,7 +71,7 @@ def kv_wanted(plan: ClusterPlan, holders: Iterable[Hello]) -> Callable[[Hello], 
 
 
 Place = tuple[str, str]
-"""Memory that workers share: of a machine, and of one of its GPUs, or "" for the machine's own."""
+"""Memory that workers share: the machine, and the name of one of its GPUs, "" for the host's memory."""
 
 
 def memory_place(hello: Hello) -> Place:

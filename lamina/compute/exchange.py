@@ -1,7 +1,7 @@
 """Runs the attention of one step on a compute worker: scatters q, k, v to memory workers, gathers and merges partials.
 
-Meanwhile the compute worker attends to segments in its own memory (``lamina.compute.local_memory``), from prompt chunks
-to themselves, and to the tokens before them that are in scratch memory (``lamina.compute.local_memory``).
+Meanwhile the compute worker attends to segments in its own memory. Rows of prompt chunks also attend there to their
+chunk, and to the tokens before it that are in scratch memory (``lamina.compute.local_memory``).
 """
 
 import functools
@@ -107,9 +107,9 @@ class StepExchange:
         self._total = plan.row_count
         self._chunks = _plan_chunks(plan)
         self._share, self._scratch = share, scratch
-        self._kept_rows: slice | torch.Tensor = slice(None)  # of a chunks' partial, those that attend to scratch memory
+        self._scratch_rows: slice | torch.Tensor = slice(None)  # rows of the chunks that attend to scratch memory too
         if scratch is not None and self._chunks is not None and len(scratch.queries) < len(self._chunks.rows):
-            self._kept_rows = torch.from_numpy(np.searchsorted(self._chunks.rows, scratch.queries))
+            self._scratch_rows = torch.from_numpy(np.searchsorted(self._chunks.rows, scratch.queries))
         self._share_arrays: tuple[Array, Array] | None = None
         self._share_partial: Partial | None = None  # the same as tensors
         workers = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
@@ -224,7 +224,7 @@ class StepExchange:
         if self._scratch is not None:
             before = self._scratch.attend(index, *(each[: self._total] for each in self._carrier.lent(output)))
             if before is not None:
-                _merge_rows(out, lse, self._kept_rows, *map(self._carrier.borrowed, before))
+                _merge_rows(out, lse, self._scratch_rows, *map(self._carrier.borrowed, before))
         return out, lse
 
     def attend_here(self, index: int, output: SliceOutput) -> bool:

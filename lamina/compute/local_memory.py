@@ -152,7 +152,7 @@ class LocalShare:
         key = count, spec.query_heads, spec.v_dim, self._merges
         if key not in self._partials:
             self._partials.clear()
-            self._partials[key] = device.results(count, spec) if self._merges else device.made(count, spec)
+            self._partials[key] = device.results(count, spec) if self._merges else device.device_results(count, spec)
         partial, queries = self._partials[key], q[self._query_index]
         if not self._merges:
             self._store.attend_there(layer, self._tables, queries, *partial, new)

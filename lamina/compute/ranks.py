@@ -58,7 +58,7 @@ class RankWait:
         unread: Messages of the engine that arrived during waits, oldest first; the worker has yet to handle them.
     """
 
-    def __init__(self, wait: Wait, control: ControlClient, meanwhile: Meanwhile | None = None) -> None:
+    def __init__(self, wait: Wait, control: ControlClient, meanwhile: Meanwhile | None) -> None:
         self._wait, self._control, self._meanwhile = wait, control, meanwhile
         self.unread = collections.deque[ToWorker]()
 

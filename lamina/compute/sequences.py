@@ -53,8 +53,8 @@ class Sequences:
         self.drawn: dict[int, int] = {}
         self._grammars, self._eos_token_ids, self._agree = grammars, eos_token_ids, agree
         self._completions: dict[int, _Completion] = {}  # by sequence
-        self._stops: dict[int, int] = {}  # by sequence: tokens that steps had computed, but for ``_last``
-        self._last: dict[int, StepPlan] = {}  # by lane: the last step whose last slice has run on this worker
+        self._last: dict[int, StepPlan] = {}  # by lane: the last step that has ended on this worker
+        self._stops: dict[int, int] = {}  # by sequence: tokens computed by steps that ended before those in ``_last``
 
     def __len__(self) -> int:
         return len(self._completions)
@@ -149,7 +149,7 @@ class Sequences:
         return done
 
     def on_step_done(self, plan: StepPlan) -> None:
-        """Note what a step has computed whose last slice has run on this worker."""
+        """Record that the last slice of a step has run on this worker."""
         last = self._last.get(plan.lane)
         if last is not None and last.decoding.sequences != plan.decoding.sequences:
             self._stops.update(pair for pair in _decoded(last) if pair[0] in self._completions)
@@ -157,7 +157,7 @@ class Sequences:
         self._stops.update((chunk.sequence, chunk.stop) for chunk in plan.chunks)
 
     def computed(self) -> list[Computed]:
-        """Return the sequences of which such steps have computed tokens."""
+        """Return the sequences of which ended steps have computed tokens."""
         stops = collections.Counter(self._stops)
         stops |= collections.Counter(dict(itertools.chain.from_iterable(map(_decoded, self._last.values()))))
         return [

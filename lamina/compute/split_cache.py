@@ -34,7 +34,8 @@ from lamina.splitter.parts import ONLY, Rank
 logger = logging.getLogger(__name__)
 
 KEPT_FILES = 64
-"""Older files are removed: every new version of torch, transformers or Lamina leaves its predecessor's behind."""
+"""Files of this number that were written last are kept: every new version of torch, transformers or Lamina leaves
+the files of the one before behind."""
 
 _CODE = Path(__file__).parents[1]  # the whole package: a list of the modules that matter would soon be out of date
 _NATIVE = Path(_native.__file__)

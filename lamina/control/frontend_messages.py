@@ -125,7 +125,7 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class GetStats(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to engine: send statistics, with this number."""
+    """Frontend to engine: send ``StatsOf``, with this number."""
 
     number: int
 
@@ -192,8 +192,8 @@ class AnswerBatch(msgspec.Struct, tag=True):
 
     Attributes:
         news: New tokens of requests.
-        plain: Tokens with which nothing else is to be said of their requests: the number of the request, the index of
-            the completion, and the token, of one after another. They precede ``news``.
+        plain: Tokens of completions that continue, without logprobs: three integers for each, the number of the
+            request, the index of the completion and the token. They precede ``news``.
     """
 
     news: list[RequestTokens]

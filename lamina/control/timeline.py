@@ -81,7 +81,7 @@ class Timeline:
         self._observed_until_ns = 0
 
     def observe(self) -> list[Span]:
-        """Return the spans of the last window but those of waits, and begin another window, of ``OBSERVED_NS``."""
+        """Return the spans of the last window except waits, and begin a window of ``OBSERVED_NS``."""
         observed, self._observed = self._observed, []
         self._observed_until_ns = time.monotonic_ns() + OBSERVED_NS
         self._recording = True
@@ -92,7 +92,7 @@ class Timeline:
         return time.monotonic_ns() if self._recording else 0
 
     def record_span(self, stage: str, lane: int, begin_ns: int) -> None:
-        """Record a span that began at ``begin_ns`` and ends now; nothing if recording has begun meanwhile."""
+        """Record a span that began at ``begin_ns`` and ends now; do nothing if ``begin_ns`` is 0."""
         if not self._recording or begin_ns <= 0:
             return
         span = Span(stage, lane, begin_ns, time.monotonic_ns())

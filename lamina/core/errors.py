@@ -92,7 +92,7 @@ class LogitsError(LaminaError):
     """No token can be drawn in ``rows``: the logits are not finite, or the request rules out every token."""
 
     def __init__(self, rows: list[int], ruled_out: bool = False) -> None:
-        """``ruled_out``: the logits of all these rows are finite, but for what the requests rule out."""
+        """``ruled_out``: True if the model's logits of these rows are finite: only the requests are at fault."""
         super().__init__(
             f"{NO_TOKEN_LEFT} in rows {rows}: its allowed_token_ids, min_tokens, stop_token_ids, bad_words or grammar "
             "rule out every token; relax one of them"
@@ -112,7 +112,7 @@ class WorkerError(LaminaError):
 
 
 class EngineDeadError(LaminaError):
-    """The engine has stopped and takes no more requests."""
+    """The engine has stopped and accepts no more requests."""
 
 
 class OverloadedError(LaminaError):
@@ -120,8 +120,9 @@ class OverloadedError(LaminaError):
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an error of Python, PyTorch or CuPy means that a device has too little memory: CUDA's libraries
-    say it in words only."""
+    """Return whether an error of Python, PyTorch or CuPy means that a device has too little memory.
+
+    CUDA's libraries say so only in the text of an error."""
     text = str(error).lower()
     told = ("out of memory", "memoryallocation", "alloc_failed", "out_of_memory")
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(each in text for each in told))

@@ -131,8 +131,7 @@ class Topology(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens that a request may have: of local memory, that of one replica, unless KV
-        spreads over replicas."""
+        """The most tokens that a request may have. Unless KV spreads over replicas, it may use local memory of one."""
         capacities = self.capacities
         if self.pipeline.spreads:
             return sum(capacities.values())
@@ -210,12 +209,13 @@ class Topology(msgspec.Struct, frozen=True, dict=True):
         return Topology(self.epoch, members, pipeline)
 
     def turned(self, names: Collection[str], pipeline: Pipeline) -> "Topology":
-        """Return the topology in which a replica has the other role, in the same epoch: it only runs prompts if it did
-        not, else it does no more.
+        """Return the topology in which a replica has changed its role, in the same epoch.
+
+        A replica that only ran prompts then decodes; another one then only runs prompts.
 
         Args:
             names: All compute workers of the replica.
-            pipeline: For the roles that there are then.
+            pipeline: The pipeline after the change.
         """
         prefills = [name for name in self.prefills if name not in names]
         if len(prefills) == len(self.prefills):

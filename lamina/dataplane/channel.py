@@ -198,7 +198,7 @@ class Channel:
         self.awaited: dict[int, Target] = {slot: self._target(slot) for slot in range(len(self.slots))}
         self._fetched, self._finished = first, set[int]()
         self._told = [first] * SLOTS, first  # freed uses by slot, and regions fetched, that the peer was told of
-        self._untold, self._known = 0, SLOTS  # free slots that the peer does not know of, and that it may know of
+        self._untold, self._known = 0, SLOTS  # free slots that the peer was not told of, and most others it may use
 
     # Sending
 
@@ -283,7 +283,10 @@ class Channel:
         return True
 
     def book(self, lane: int, count: int) -> tuple[int, int] | None:
-        """Book a slot for a message of ``lane``; None if none is free or other messages wait for one."""
+        """Book a slot for the next ``count`` messages of ``lane`` (``SlotCredits.book``).
+
+        Returns None if no slot is free or other messages wait for a slot.
+        """
         self._read_slots()
         return None if self in self.hub.keeping else self._slots_there.book(lane, count)
 

@@ -43,9 +43,7 @@ class Fetcher:
         self._urgent: collections.deque[FetchPiece] = collections.deque()
         self._waiting: collections.deque[FetchPiece] = collections.deque()
         self._in_flight: list[tuple[FetchPiece, int]] = []  # pieces with their landing slots, oldest first
-        self._unfinished: collections.Counter[tuple[int, int]] = (
-            collections.Counter()
-        )  # unfinished pieces by lane and turn
+        self._unfinished = collections.Counter[tuple[int, int]]()  # pieces by lane and turn
 
     def add_piece(self, piece: FetchPiece) -> None:
         """Queue a piece behind all pieces queued earlier."""

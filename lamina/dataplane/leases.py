@@ -100,7 +100,7 @@ class Space:
         index = bisect.bisect(self._free, (start, stop))
         before, after = self._free[index - 1 : index] if index else [], self._free[index : index + 1]
         if (before and before[0][1] > start) or (after and after[0][0] < stop):
-            raise ValueError(f"[{start}, {stop}) is given back twice")
+            raise ValueError(f"[{start}, {stop}) is freed twice")
         low, high = index, index
         if before and before[0][1] == start:
             low, start = index - 1, before[0][0]

@@ -36,7 +36,7 @@ from lamina.engine.stats import EngineStats, PlacementView
 from lamina.engine.streams import Submission
 from lamina.engine.timelines import LiveTimeline, OnTrace, collect_spans, hand_over, read_clocks
 from lamina.engine.tracking import TrackedRequest, Unfinished
-from lamina.engine.updates import OnTokens, OnUpdate, PlainTokens, Reading, as_run
+from lamina.engine.updates import OnTokens, OnUpdate, PlainTokens, RequestText, engine_request
 from lamina.kv.balancing import policy_for
 from lamina.kv.stripes import placement
 from lamina.models.directory import ModelDirectory, sampling_defaults
@@ -162,10 +162,10 @@ class Engine:
         text = prompt if isinstance(prompt, str) else None
         tokens = prompt_tokens(self.tokenizer, prompt, params, self.max_model_len)
         asked = self._request(request_id, text, tokens, params, client, self.new_seed())
-        request = as_run(asked, self.tokenizer, self.max_model_len)
+        request = engine_request(asked, self.tokenizer, self.max_model_len)
         if request is not asked:
             self._validate(request.prompt_token_ids, request.params)
-        reading = Reading(asked, self.tokenizer, on_update, self.end_completion)
+        reading = RequestText(asked, self.tokenizer, on_update, self.end_completion)
         self._queue(TrackedRequest(request, self.tokenizer.eos_token_ids, reading.on_update))
 
     def submit_all(self, submissions: Sequence[Submission], client: Client = NOBODY) -> None:
@@ -320,7 +320,7 @@ class Engine:
 
     def lives(self) -> list[Life]:
         """Return what has happened to the newest requests, those that run first."""
-        return self._lives.told({name: each.generated for name, each in list(self._tracked.items())})
+        return self._lives.newest({name: each.generated for name, each in list(self._tracked.items())})
 
     def observe_turns(self, observe: Callable[[], None]) -> None:
         """Call ``observe`` in the engine's thread at the end of every turn, after the observers given before."""

@@ -10,8 +10,8 @@ from lamina.core.steps import StepPlan
 
 MOST_ENDED = 64
 """Requests whose lives are kept after their end."""
-MOST_TOLD = 64
-"""Requests in one answer, the newest; those that run come first."""
+MOST_RETURNED = 64
+"""Requests that ``Lives.newest`` returns."""
 MOST_EVENTS = 128
 """Events kept of a request: the first half and the latest half."""
 
@@ -74,7 +74,7 @@ class _Running:
 
 
 class Lives:
-    """The lives of all requests that wait or run, and of the latest that have ended. Any thread may call ``told``."""
+    """The lives of all requests that wait or run, and of the latest that have ended. Any thread may call ``newest``."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -144,10 +144,13 @@ class Lives:
         while len(self._ended) > MOST_ENDED:
             del self._ended[next(iter(self._ended))]
 
-    def told(self, generated: Mapping[str, int]) -> list[Life]:
-        """Return the newest lives, those of running requests first. ``generated``: tokens of these so far."""
-        running = [each.life for each in list(self._running.values())[-MOST_TOLD:]][::-1]
+    def newest(self, generated: Mapping[str, int]) -> list[Life]:
+        """Return the lives of the newest requests, running ones first.
+
+        ``generated``: by running request, tokens generated so far.
+        """
+        running = [each.life for each in list(self._running.values())[-MOST_RETURNED:]][::-1]
         for life in running:
             life.generated = generated.get(life.request, life.generated)
         ended = list(self._ended.values())[::-1]
-        return [*running, *ended][:MOST_TOLD]
+        return [*running, *ended][:MOST_RETURNED]

@@ -57,7 +57,7 @@ from lamina.engine.lives import Life, LivesOf
 from lamina.engine.stats import EngineStats, StatsOf
 from lamina.engine.streams import Submission
 from lamina.engine.timelines import TimelineOf
-from lamina.engine.updates import Reading, TokenUpdate, as_run
+from lamina.engine.updates import RequestText, TokenUpdate, engine_request
 from lamina.models.directory import Defaults
 from lamina.text.grammars import require_grammar
 from lamina.text.prompts import check_token_params, check_tokens, prompt_tokens
@@ -83,14 +83,14 @@ class _Asked:
 
     Attributes:
         request: What the engine runs.
-        reading: Makes text of its tokens.
+        reading: Converts its tokens to text.
         drawn: Tokens received so far, by completion.
         cached_tokens: Tokens of its prompt that were found in the prefix cache, as far as is known.
-        aborted: The engine has been told to abort it, and may end before it does.
+        aborted: Whether an engine was told to abort the request; its successor must be told again.
     """
 
     request: Request
-    reading: Reading
+    reading: RequestText
     drawn: list[list[int]]
     cached_tokens: int = 0
     aborted: bool = False
@@ -179,8 +179,8 @@ class RemoteEngine:
             check_token_params(one.params, self.vocab_size, self.tokenizer)
             seeds.append(self._seeds.getrandbits(62) if one.params.seed is None else one.params.seed)
             request = Request(one.request_id, text, tokens, one.params, seeds[-1], client)
-            reading = Reading(request, self.tokenizer, one.on_update, self._finish)
-            run = as_run(request, self.tokenizer, self.max_model_len)
+            reading = RequestText(request, self.tokenizer, one.on_update, self._finish)
+            run = engine_request(request, self.tokenizer, self.max_model_len)
             asked.append(_Asked(run, reading, [[] for _ in range(run.params.n)]))
             prompts.append(pack_tokens(run.prompt_token_ids))
         params = [one.request.params for one in asked]
@@ -237,8 +237,10 @@ class RemoteEngine:
         return found or []
 
     def _ask(self, question: Callable[[int], msgspec.Struct]) -> Any:
-        """Return the answer of the engine, or of its successor; None if it has stopped. ``question``: makes it, of its
-        number. Raises DeadlineError after ``STATS_TIMEOUT_S``, however many engines have been asked by then."""
+        """Send the message ``question(number)``; return the engine's or its successor's answer, None if it has stopped.
+
+        Raises DeadlineError after ``STATS_TIMEOUT_S``, however many engines have been asked by then.
+        """
         begun = time.monotonic()
         while True:
             reply: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -366,9 +368,8 @@ class RemoteEngine:
             self._requests.send(self._encoder.encode(Resume(incarnation, unfinished)))
             if aborted := [one.request for one in unfinished if self._asked[one.request].aborted]:
                 self._requests.send(self._encoder.encode(Abort(aborted)))
-        self._forget(
-            [number for number, one in found.items() if one is None]
-        )  # ended, but the earlier engine could not report it
+        # All of its completions have ended, but the earlier engine could not report the request's end.
+        self._forget([number for number, one in found.items() if one is None])
         for number, reply in replies.items():
             if number in self._submitting:  # if the new engine rejects a request, it ends with the error
                 reply.set_result(Submitted(number))
@@ -389,7 +390,7 @@ class RemoteEngine:
             self._send(Abort([number]))
 
     def _resolve(self, number: int, value: object, error: LaminaError | None = None) -> None:
-        """Answer a question. Its caller's thread may run only after the next message, which may be that of the end."""
+        """Set the result of the question ``number``. The thread that waits for it may run only after later messages."""
         with self._lock:
             reply = self._replies.pop(number, None)
         if reply is None:  # the wait has timed out

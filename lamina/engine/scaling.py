@@ -153,21 +153,21 @@ def compute_load(scheduler: Scheduler, busy: float, serving: int, coming: int) -
 
 log = logging.getLogger(__name__)
 
-BUSY_S = 10.0  # over which the time in slices is averaged: a step may take seconds
-REFUSED_S = 30.0  # before a change that was refused, or whose workers did not start, is tried again
+BUSY_S = 10.0  # the time in slices is averaged over these seconds: a step may take some of them
+REFUSED_S = 30.0  # wait after a change that was refused or whose workers did not start
 
 
 class Scaling:
     """The pools that scale by load. The engine's thread owns it; any thread may read ``stats``."""
 
     def __init__(self, bounds: Mapping[Pool, Bounds], turn: Turn, members: Members, targets: Targets) -> None:
-        """``targets``: for which replicas change their role, if there are bounds for ``prefill``."""
+        """``targets``: latencies to hold by changing the roles of replicas, if there are bounds for ``prefill``."""
         self._turn, self._members, self._targets = turn, members, targets
         self._scalers = {pool: Autoscaler(each, WINDOWS[pool]) for pool, each in bounds.items() if pool != "prefill"}
         workers = members.topology.pipeline.workers
         self._roles = RoleBalance(*(one // workers for one in bounds["prefill"])) if "prefill" in bounds else None
         self._resizes: list[tuple[Pool, int, Resize]] = []  # in progress
-        self._refused: dict[Pool, float] = {}  # until when
+        self._refused: dict[Pool, float] = {}  # by pool: time before which it is not resized, after a refusal
         self._looked = 0.0
         self._busy = collections.deque[tuple[float, float]](maxlen=round(BUSY_S / LOOK_S))  # time, seconds in slices
         self.stats: Mapping[str, ScalingStats] = {role: ScalingStats(*each) for role, each in bounds.items()}

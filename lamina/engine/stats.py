@@ -170,15 +170,15 @@ class PlacementView:
         moves, counts = self._scheduler.moves, self._scheduler.moves.counts
         held = holdings(moves.lanes, self._scheduler.prefixes, self._scheduler.placement)
         self.stats = PlacementStats(
-            {
+            held={
                 worker: dict(sorted(tokens.items(), key=lambda one: -one[1])[:MOST_HELD])
                 for worker, tokens in held.items()
             },
-            [(move.source, move.target, move.tokens) for move in moves.in_progress],
-            {worker: tokens * self._token_nbytes for worker, tokens in counts.by_worker.items()},
-            counts.moves,
-            counts.refused,
-            counts.cancelled,
+            moving=[(move.source, move.target, move.tokens) for move in moves.in_progress],
+            moved={worker: tokens * self._token_nbytes for worker, tokens in counts.by_worker.items()},
+            moves=counts.moves,
+            refused=counts.refused,
+            cancelled=counts.cancelled,
         )
 
 

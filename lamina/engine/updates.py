@@ -19,6 +19,8 @@ from lamina.text.prompts import bad_sequences
 from lamina.text.stop_strings import StopChecker, StopStrings
 from lamina.text.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
+
 
 class TokenUpdate(msgspec.Struct):
     """New tokens of a request, as the engine publishes them.
@@ -42,10 +44,10 @@ OnTokens = Callable[[TokenUpdate], None]
 
 
 class PlainTokens(NamedTuple):
-    """Where tokens of a request are put with which nothing else happens.
+    """Where a request's plain tokens go: tokens that end nothing and have no log-probabilities.
 
     Attributes:
-        batch: Gets ``number``, the index of the completion, and the token, of one token after another.
+        batch: Three integers are appended for each token: ``number``, index of the completion, token.
         number: Number of the request.
     """
 
@@ -121,7 +123,7 @@ class RequestUpdate(msgspec.Struct):
         return self.tokens + sum([len(completion.prompt_logprobs or ()) for completion in self.completions])
 
     def extend(self, newer: "RequestUpdate") -> None:
-        """Add what came after."""
+        """Append a later update."""
         for mine, its in zip(self.completions, newer.completions, strict=True):
             mine.extend(its)
         self.finished, self.error, self.placement = newer.finished, newer.error, newer.placement
@@ -136,7 +138,7 @@ class RequestUpdate(msgspec.Struct):
 OnUpdate = Callable[[RequestUpdate], None]
 
 
-class Whole:
+class UpdateSum:
     """The sum of a request's updates so far."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -187,8 +189,8 @@ class Whole:
         )
 
 
-def as_run(request: Request, tokenizer: Tokenizer, max_model_len: int) -> Request:
-    """Return the request that the engine runs for a caller's request; ``Reading`` converts its tokens back.
+def engine_request(request: Request, tokenizer: Tokenizer, max_model_len: int) -> Request:
+    """Return the request that the engine runs for a caller's request; ``RequestText`` converts its tokens back.
 
     ``best_of`` becomes ``n``, bad words become tokens, and a prompt to be scored becomes its first token with the other
     tokens forced. Raises RequestError for a prompt that is too long.
@@ -216,8 +218,6 @@ def as_run(request: Request, tokenizer: Tokenizer, max_model_len: int) -> Reques
     return dataclasses.replace(request, prompt_token_ids=tokens, params=dataclasses.replace(params, **changes))
 
 
-log = logging.getLogger(__name__)
-
 OnStop = Callable[[str, int], None]
 """Called with a request's id and the index of a completion that a stop string has ended."""
 
@@ -229,8 +229,8 @@ class _Text:
     Attributes:
         detokenizer: Converts its tokens to text.
         stop: Finds stop strings.
-        of_prompt: Prompt tokens that the engine has still to draw, when a prompt is scored.
-        score: Sum of the log-probabilities of its tokens, if the best completions are selected.
+        of_prompt: Prompt tokens that the engine has yet to return, if the prompt is scored.
+        score: Sum of the log-probabilities of its tokens, if the best completions are selected (``best_of``).
         tokens: Number of tokens in ``score``.
         finish_reason: Why it ended.
         stop_reason: Stop string or stop token that ended it.
@@ -245,11 +245,11 @@ class _Text:
     stop_reason: str | int | None = None
 
 
-class Reading:
+class RequestText:
     """Converts the tokens of one request to text and ends its completions at stop strings. Not thread-safe.
 
-    ``request`` is the caller's; the tokens are those that the engine draws for ``as_run(request)``. Tokens that the
-    engine draws before it learns of a stop string are discarded.
+    ``request`` is the caller's; the tokens come from ``engine_request(request)``. Tokens that the engine draws before
+    it learns of a stop string are discarded.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, on_update: OnUpdate, on_stop: OnStop) -> None:

@@ -9,7 +9,7 @@ A policy gets a ``View``: the load of each worker, and where the tokens of each 
 
 Tokens of a request that are not on its home are a debt of the home to the worker that holds them. With ``throughput``
 and ``ledger``, a creditor that needs its slots gets them back. A creditor that runs slices, as a compute worker with
-local memory does, borrows out only as much as its own steps hardly suffer from (``most_reads``).
+local memory does, lends only as much as hardly slows its own steps (``most_reads``).
 """
 
 import math

@@ -25,7 +25,7 @@ from lamina.core.segments import by_worker, moved
 from lamina.core.steps import Fork
 from lamina.core.types import Segment
 from lamina.kv.placement import CachedPrefix, Placement
-from lamina.kv.prefix_tree import GRAIN, Node, PrefixTree, alike, match, most_rows
+from lamina.kv.prefix_tree import GRAIN, Node, PrefixTree, match, matches_tree, most_rows
 
 SHORTEST = 16  # tokens; shorter common prefixes are not worth a fork
 
@@ -443,7 +443,7 @@ class PrefixCache:
     def _is_interchangeable(self, node: Node | None, completion: Completion) -> bool:
         """True if the tree's KV for the tokens up to ``node`` and the completion's are interchangeable."""
         moving = self._window and node is not None and self.is_moving([*node.path()])
-        return not moving and alike(node, completion)
+        return not moving and matches_tree(node, completion)
 
     def keepable(self, group: Group, completion: Completion) -> int:
         """Return the number of tokens of an ended completion that other requests may share."""

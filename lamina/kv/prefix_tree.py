@@ -17,7 +17,7 @@ from lamina.core.types import Segment
 from lamina.kv.placement import Placement
 
 LONG_AGO = -(2**62)
-"""Before every use."""
+"""``Node.used`` of a node that was never used."""
 
 
 @dataclass(eq=False, slots=True)
@@ -83,12 +83,13 @@ class Node:
             node = node.parent
 
 
-SHARE = 4
+CHECKPOINT_SHARE = 4
+"""Slots of a memory worker for each row that a layer with a window has for checkpoints."""
 
 
 def most_rows(slots: int) -> int:
     """Return the rows that each layer with a window has for checkpoints, on a memory worker with ``slots`` slots."""
-    return slots // SHARE
+    return slots // CHECKPOINT_SHARE
 
 
 class Checkpoints:
@@ -99,7 +100,7 @@ class Checkpoints:
         rows: upper bound of the rows that each such layer needs for all checkpoints.
     """
 
-    def __init__(self, window: int = 0, most: int = 0) -> None:
+    def __init__(self, window: int, most: int) -> None:
         """``most`` is the limit of ``rows``."""
         self.window = window
         self.rows = 0
@@ -385,7 +386,7 @@ def _usable(node: Node | None, home: str, placement: Placement) -> int:
     return 0 if node is None else node.stop
 
 
-def alike(node: Node | None, completion: Completion) -> bool:
+def matches_tree(node: Node | None, completion: Completion) -> bool:
     """True if a completion has each token up to ``node`` on the same worker as the tree."""
     return node is None or all(
         by_worker(completion.segments, one.start, one.stop) == {one.worker: len(one.tokens)} for one in node.path()

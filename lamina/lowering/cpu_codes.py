@@ -23,16 +23,16 @@ from lamina.lowering.native_operators import evenly_spaced_rows, linear_native, 
 from lamina.models.quantisation.codes import Codes, ExpertCodes
 
 Linear = Callable[[Tensor, Any, Tensor | None, int | None], Tensor]
-"""(x [..., inputs], weight, bias [outputs] or None, outputs or None) -> [..., outputs]."""
+"""(x [..., inputs], weight, bias [outputs] or None, number of outputs or None) -> [..., outputs]."""
 
 Experts = Callable[[Tensor, Any, Tensor], Tensor]
 """(x [T, inputs] sorted by expert, weights of all experts, ends int32 [experts]) -> [T, outputs]."""
 
 PRODUCTS = (torch.ops.aten.linear.default, linear_native, linear_onednn)
-"""The linear layers of lowered graphs."""
+"""Operators by which lowered graphs multiply by a weight."""
 
 _BATCHED = torch.ops.aten.bmm.default  # each expert takes all rows of a batch: [experts, rows, inputs]
-_TURNS = "transpose", torch.ops.aten.transpose.int  # on a CPU, and on a GPU
+_TURNS = "transpose", torch.ops.aten.transpose.int  # transpositions in graphs for CPUs, and in those for GPUs
 _PANEL = 32  # outputs
 _LEAST_GROUP = 16
 _QUAD = 4  # inputs that an instruction for codes of 8 bits multiplies at once
@@ -45,8 +45,12 @@ class PackedCodes:
     """A weight as ``native/include/lamina/linear.h`` describes it.
 
     Attributes:
+        outputs: outputs of the weight.
+        bits: bits of a code, 8 or 4.
+        group: inputs that share a scale.
         values: uint8, codes in the order in which they are read.
-        scales, zeros: float32 [panels, groups, 32].
+        scales: float32 [panels, groups, 32].
+        zeros: float32 [panels, groups, 32]; None: the codes have no zero points.
         x_group: inputs of x that share a scale if x is rounded to 8 bits; 0 if it stays bfloat16.
     """
 
@@ -98,7 +102,7 @@ def x_group(codes: Codes) -> int:
 def pack_codes(codes: Codes, activations: ActivationDType = "auto") -> PackedCodes:
     """Return the form that ``linear_codes`` takes; the original can then be freed.
 
-    activations: "int8" rounds x to 8 bits in every product with this weight, if its groups permit (``x_group``).
+    ``activations``: "int8" rounds x to 8 bits in every product with this weight, if its groups permit (``x_group``).
     """
     outputs = len(codes.values)
     quads = x_group(codes) if activations == "int8" else 0
@@ -121,14 +125,14 @@ def pack_codes(codes: Codes, activations: ActivationDType = "auto") -> PackedCod
 
 
 def _pack_values(values: Tensor, shift: int, bits: int, quads: bool) -> Tensor:
-    """uint8 [panels, inputs, 32], or 16 for codes of 4 bits, on huge pages; panel by panel, to need little besides.
+    """Return codes as uint8 [panels, inputs, 32], or [panels, inputs, 16] if of 4 bits, flattened, on huge pages.
 
-    quads: the four codes of an output for neighbouring inputs lie next to each other.
+    ``quads``: whether the four codes of an output for neighbouring inputs lie next to each other.
     """
     outputs, inputs = values.shape
     count = -(-outputs // _PANEL)
     packed = torch.from_numpy(allocate(_native.linear_codes_bytes(bits, outputs, inputs))).view(count, inputs, -1)
-    for panel in range(count):
+    for panel in range(count):  # one at a time, to need little memory besides
         part = values[panel * _PANEL : (panel + 1) * _PANEL].short() - shift
         columns = torch.zeros(inputs, _PANEL, dtype=torch.int16)
         columns[:, : len(part)] = part.T
@@ -157,9 +161,10 @@ def linear_codes(
     *,
     path: _native.AttentionPath | None = None,
 ) -> Tensor:
-    """x bfloat16 [..., inputs] times the weight, plus bias: [..., outputs], summed in float32 and rounded once.
+    """Multiply x bfloat16 [..., inputs] by the weight and add bias. Sums are float32 and rounded once, to bfloat16.
 
-    ``path``: the instruction set; by default this processor's widest.
+    The fourth argument makes this a ``Linear``; the number of outputs is known. ``path``: the instruction set; by
+    default this processor's widest.
     """
     x, stride = evenly_spaced_rows(x)
     out = x.new_empty(*x.shape[:-1], packed.outputs)
@@ -179,9 +184,9 @@ def _multiply(
 def linear_experts(
     x: Tensor, packed: PackedExperts, ends: Tensor, *, path: _native.AttentionPath | None = None
 ) -> Tensor:
-    """x bfloat16 [T, inputs], sorted by expert, each row times its expert's weight: [T, outputs], as ``linear_codes``.
+    """Multiply each row of x bfloat16 [T, inputs], sorted by expert, by its expert's weight, like ``linear_codes``.
 
-    ends: int32 [experts], the row after the last one of each expert.
+    ``ends``: int32 [experts], the row after the last one of each expert.
     """
     x, first = x.contiguous(), 0
     out = x.new_empty(len(x), packed.each[0].outputs)
@@ -193,7 +198,7 @@ def linear_experts(
 
 
 def grouped_by(weight: fx.Node) -> list[fx.Node]:
-    """Return the products that are all that uses the weights of experts; empty if there are others.
+    """Return the products of rows with the weights of experts; empty if anything else uses the weights too.
 
     Weights are [experts, outputs, inputs] and transposed first, or [experts, inputs, outputs] (``is_turned``).
     """
@@ -206,7 +211,7 @@ def grouped_by(weight: fx.Node) -> list[fx.Node]:
 
 
 def is_turned(weight: fx.Node) -> bool:
-    """True for the weights of experts that products use as they are, [experts, inputs, outputs]."""
+    """Return whether the weights of experts are [experts, inputs, outputs], so that products use them untransposed."""
     return any(_multiplies_experts(user) for user in weight.users)
 
 
@@ -214,8 +219,8 @@ def _multiplies_experts(node: fx.Node) -> bool:
     return is_grouped(node) or node.target is _BATCHED
 
 
-def take_codes(module: fx.GraphModule, places: Collection[int], linear: Linear, experts: Experts) -> fx.GraphModule:
-    """Return a copy of a graph that uses ``linear`` and ``experts`` with the weights at these places of its inputs."""
+def use_codes(module: fx.GraphModule, places: Collection[int], linear: Linear, experts: Experts) -> fx.GraphModule:
+    """Return a copy of a graph in which ``linear`` and ``experts`` multiply by the weights at inputs ``places``."""
     changed = copy.deepcopy(module)
     weights = {node for place, node in enumerate(changed.graph.nodes) if place in places}
     for weight in weights:
@@ -236,7 +241,7 @@ def take_codes(module: fx.GraphModule, places: Collection[int], linear: Linear, 
 
 
 def _unbatch(product: fx.Node, weight: fx.Node, experts: Experts) -> None:
-    """Make a product of a batch with the weights of experts one of rows that are sorted by expert."""
+    """Replace a batched product with the weights of experts by a product of rows that are sorted by expert."""
     x, graph = product.args[0], product.graph
     with graph.inserting_before(product):
         rows = graph.call_function(torch.flatten, (x, 0, 1))
@@ -245,7 +250,7 @@ def _unbatch(product: fx.Node, weight: fx.Node, experts: Experts) -> None:
 
 
 def _batch_ends(x: Tensor) -> Tensor:
-    """int32 [experts]: the row after the last one of each expert, of x [experts, rows, inputs] without dimensions."""
+    """Return int32 [experts]: the row after each expert's last one, once x [experts, rows, inputs] is [T, inputs]."""
     experts, rows, _ = x.shape
     return torch.arange(1, experts + 1, dtype=torch.int32, device=x.device) * rows
 

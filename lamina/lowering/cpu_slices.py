@@ -25,7 +25,7 @@ from lamina.lowering.cpu_codes import (
     linear_experts,
     pack_codes,
     pack_experts,
-    take_codes,
+    use_codes,
 )
 from lamina.lowering.fuse import fuse
 from lamina.lowering.native_operators import Packing, packing
@@ -267,7 +267,7 @@ class LoweredModel:
             if key not in made:
                 graphs = self.graphs[part.graphs]
                 main = graphs.main if reduce is None else bind(graphs.main, reduce)
-                main = take_codes(main, places, linear, experts) if places else main
+                main = use_codes(main, places, linear, experts) if places else main
                 made[key] = dataclasses.replace(graphs, main=main)
             found.append(made[key])
         return found

@@ -20,7 +20,7 @@ from lamina.splitter.markers import Reduce
 Main = Callable[..., Sequence[Tensor]]
 """A slice's graph, or a function equivalent to the graph."""
 
-_INDEX = torch.ops.aten.index.Tensor  # tagged for masks; slices, whose results have as many rows as come, use numbers
+_INDEX = torch.ops.aten.index.Tensor  # has the tags because of masks; slices index by numbers, which need no host
 _NEEDS_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 

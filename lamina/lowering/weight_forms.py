@@ -47,7 +47,7 @@ def expert_weights(model: LoweredModel) -> frozenset[str]:
 
 
 def turned_weights(model: LoweredModel) -> frozenset[str]:
-    """Names of ``expert_weights`` that are [experts, inputs, outputs]; the others are [experts, outputs, inputs]."""
+    """Return the ``expert_weights`` that are [experts, inputs, outputs]; all others are [experts, outputs, inputs]."""
     return frozenset(name for name, node in _inputs(model) if is_turned(node))
 
 

@@ -49,7 +49,7 @@ Renew = Callable[[Slots, Slots, int], None]
 
 
 class Starts:
-    """First positions of a sequence's latest steps, by lane, from which the oldest step in flight follows."""
+    """The positions at which a sequence's latest steps began, by lane: steps in flight attend from none before them."""
 
     def __init__(self, start: int) -> None:
         self._first: int | None = start

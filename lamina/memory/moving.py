@@ -10,8 +10,9 @@ Several sources may send to one target at the same time.
 Doorbells count the pieces of all moves between two workers in an epoch, beginning at ``first_use(epoch)``. The
 moves' own numbers would not do: an engine that takes over running workers starts these at 1 again.
 
-Both ends forget a sequence when they are told to release it. Pieces that arrive later are discarded, since the slots
-may have other owners. Its staging slots need not be freed: overwriting them damages only discarded pieces.
+Both ends forget a sequence when they are told to release it. Pieces that arrive later are discarded, since other
+sequences may own the slots. The staging slots of a discarded move are not freed: what overwrites them damages only
+pieces that are discarded.
 """
 
 import collections
@@ -33,7 +34,7 @@ from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
 from lamina.transport.base import Arena, Target
 
-Open = Callable[[str, Slot], Outbox]
+OpenOutbox = Callable[[str, Slot], Outbox]
 """Opens an outbox to a peer, with the arguments of ``Links.outbox``."""
 
 
@@ -42,7 +43,7 @@ class _Move:
     """A move from or to this worker.
 
     Attributes:
-        before: Doorbell count before the move's first piece.
+        before: Count of both doorbells before the move's first piece.
         next: The next piece to stage or fetch; ``len(pieces)`` at a source that waits for the last acknowledgement.
         arrived: Pieces that have arrived, at the target.
         wanted: False if arriving pieces are discarded.
@@ -67,7 +68,7 @@ class KvMoves:
         arena: Arena,
         plan: ArenaPlan,
         leases: Mapping[str, tuple[Lease, Lease]],
-        outbox: Open,
+        outbox: OpenOutbox,
         on_done: Callable[[int], None],
         epoch: Epoch,
     ) -> None:
@@ -132,27 +133,31 @@ class KvMoves:
     @property
     def awaited(self) -> list[Target]:
         """Return the doorbells that allow the next piece of the first outgoing and of every incoming move."""
-        return [self._free_staging(own) for own in self._outgoing[:1]] + [
+        return [self._free_slot_target(own) for own in self._outgoing[:1]] + [
             (self._bells[coming.move.source][0], coming.before + coming.next + 1)
             for coming in self._incoming
             if coming.next < len(coming.pieces)
         ]
 
-    def _free_staging(self, own: _Move) -> Target:
+    def _free_slot_target(self, own: _Move) -> Target:
+        """Return the doorbell of acknowledged pieces, and its value once the next piece has a free staging slot.
+
+        After the last piece, that is the value once all pieces have been acknowledged.
+        """
         ended = own.next == len(own.pieces)
-        doorbell, before = self._bells[own.move.target][1], own.next - (1 if ended else STAGING_SLOTS)
-        return doorbell, 0 if before < 0 else own.before + before + 1
+        doorbell, piece = self._bells[own.move.target][1], own.next - (1 if ended else STAGING_SLOTS)
+        return doorbell, 0 if piece < 0 else own.before + piece + 1
 
     def serve(self, index: int) -> None:
         """Stage or fetch one piece, after doorbell ``index`` of ``awaited`` has rung. Raises PeerLostError."""
         leaving = self._outgoing[:1]
         if index < len(leaving):
-            self._lay_out(leaving[0])
+            self._stage(leaving[0])
         else:
             unfetched = [coming for coming in self._incoming if coming.next < len(coming.pieces)]
             self._fetch(unfetched[index - len(leaving)])
 
-    def _lay_out(self, own: _Move) -> None:
+    def _stage(self, own: _Move) -> None:
         if own.next == len(own.pieces):  # the next move may use the staging slots
             self._outgoing.remove(own)
             return

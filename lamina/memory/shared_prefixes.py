@@ -12,10 +12,8 @@ import numpy as np
 from lamina.memory.device.base import Pairs, Slots, SlotsOf
 
 FEWEST_TOKENS = 64
-DEEPEST = 32  # prefixes of prefixes that are looked at
-KEPT = 64
-"""Steps' findings that are kept: of several lanes, and of messages in pieces."""
-
+DEEPEST = 32  # levels of shared prefixes within shared prefixes that are searched
+KEPT = 64  # results kept: a step of each lane has some, one for each piece of its messages
 
 _Seen = tuple[tuple[Hashable, ...], tuple[int, ...], tuple[int, ...]]
 """Segments, first tokens and query rows of a step's pairs."""

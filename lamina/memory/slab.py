@@ -55,7 +55,7 @@ class Slab(Generic[Key]):
         # A stack: the top is at the end, so the first pops give slots 0, 1, 2, ...
         self._free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
         self._free_count = capacity
-        self._set_aside = 0
+        self._reserved = 0
         self._references = np.zeros(capacity, np.int32)
         self._tables: dict[Key, _PageTable] = {}
         self._shortened: dict[Key, None] = {}
@@ -69,7 +69,7 @@ class Slab(Generic[Key]):
     @property
     def free_slots(self) -> int:
         """Number of slots that no segment owns."""
-        return self._free_count + self._set_aside
+        return self._free_count + self._reserved
 
     @property
     def used(self) -> int:
@@ -121,7 +121,7 @@ class Slab(Generic[Key]):
                 slots[start : start + count] = table.slots[table.length : length]
             table.length = length
             start += count
-        self._set_aside -= total
+        self._reserved -= total
         self._references[slots] = 1
         return slots
 
@@ -210,11 +210,11 @@ class Slab(Generic[Key]):
         if whole + _RUN * len(self._growing) <= self._free_count:
             count = whole
         self._free_count -= count
-        self._set_aside += count
+        self._reserved += count
         table.hold(self._free[self._free_count : self._free_count + count][::-1])
 
     def _give_up(self, table: _PageTable) -> None:
-        self._set_aside -= table.held - table.length
+        self._reserved -= table.held - table.length
         self._push(table.slots[table.length : table.held])
         table.held = table.length
 

@@ -75,7 +75,7 @@ class StepTables:
         slots: slots of the new tokens that arrive with requests.
         sent_slots: ``slots`` on the device.
         pulled_slots: slots of the tokens ``rows.pulled``.
-        door: lane * ranks + rank of the messages.
+        door: Number of the stream of messages that the step's requests belong to: lane * ranks + rank.
         appends: whether attention stores the new tokens of requests, so that they need no separate ``keep``.
         order: the chunks of other lanes that the step waits for, and the chunks that wait for it.
     """
@@ -231,7 +231,7 @@ class KvStore:
     def keep(self, layer: int, slots: npt.NDArray[np.int32], content: memoryview) -> None:
         """Store K and V of a token in each of ``slots`` [T], laid out as k [T, Hkv, D], then v [T, Hkv, Dv]."""
         there = self.device.sent(np.frombuffer(content, np.uint8))
-        k, v = keys_values(there, self.attentions[layer], self.dtype, 0, len(slots))
+        k, v = keys_values(there, self.attentions[layer], self.dtype, len(slots))
         self.device.keep(layer, k, v, self.device.sent(slots))
 
     def serve(
@@ -282,7 +282,7 @@ class KvStore:
     def attend_there(
         self, layer: int, step: StepTables, q: Array, out: Array, lse: Array, new: New | None = None
     ) -> None:
-        """Attend for a step in one piece without further segments; ``out`` and ``lse`` are from ``Device.made``."""
+        """Attend for a step in one piece without further segments; ``out`` and ``lse`` are in device memory."""
         for one in step.tables[0]:
             rows, spec = slice(one.start, one.stop), self._specs[layer][one.part]
             self.device.attend_there(layer, one.table, q[rows], out[rows], lse[rows], spec, new)

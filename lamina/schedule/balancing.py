@@ -12,7 +12,9 @@ from lamina.schedule.lane_choice import StepTable
 from lamina.schedule.moves import Moves
 
 LOOK_STEPS = 32  # completed steps between two calls of the policy
-BACK_STEPS = 256  # completed steps before tokens of a request may move back to a worker that they left, but for returns
+# Completed steps before tokens of a request may move back to a worker that they have left. Returns of lent slots
+# (``Proposal.returns``) do not wait.
+BACK_STEPS = 256
 LEARN = 0.3  # weight of the latest measurement
 
 
@@ -24,13 +26,13 @@ class Balancing:
         self._steps = 0
         self._looked = 0
         self._proposals: list[tuple[Proposal, Group]] = []
-        self._came: dict[tuple[str, str], int] = {}  # by request and source: step of the latest move
+        self._left_at: dict[tuple[str, str], int] = {}  # by request and source: steps completed at the latest move
         self._reads: dict[str, float] = {}  # by worker: tokens that one step of each lane reads
         self._token_s: dict[str, float] = {}  # by worker: measured seconds to read a token
         self._busy: dict[str, tuple[int, float]] = {}  # by worker: steps and seconds at the previous report
         self._dense = StepTable()  # seconds of a step in slices
         self._step_s: dict[str, float] = {}  # by worker with local memory: seconds of its steps, attention included
-        self._own_s: dict[str, float] = {}  # by worker with local memory: those of attention, as far as known
+        self._own_s: dict[str, float] = {}  # by worker with local memory: part of it that is attention, 0 if unknown
 
     def note_step(self, lane: int, rows: int, busy_s: float) -> None:
         """Record a completed step of a lane, which spent ``busy_s`` in slices and in attention to local memory."""
@@ -78,13 +80,13 @@ class Balancing:
             self._proposals.pop(0)
             if moved is not None:
                 target, tokens = moved
-                self._came[proposal.request, proposal.source] = self._steps
+                self._left_at[proposal.request, proposal.source] = self._steps
                 if proposal.tokens > tokens:
                     rest = dataclasses.replace(proposal, targets=(target,), tokens=proposal.tokens - tokens)
                     self._proposals.insert(0, (rest, group))
 
     def _look(self) -> None:
-        self._came = {key: step for key, step in self._came.items() if self._steps < step + BACK_STEPS}
+        self._left_at = {key: step for key, step in self._left_at.items() if self._steps < step + BACK_STEPS}
         groups = {group.request.request_id: group for lane in self._lanes for group in lane.running if group.alive}
         view = self.view(list(groups.values()))
         self._reads = {worker: float(load.reads) for worker, load in view.loads.items()}
@@ -93,7 +95,7 @@ class Balancing:
         self._placement.set_speeds({worker: self._token_s[worker] for worker in view.loads} if known else {})
         self._proposals = []
         for proposal in self._policy.propose(view):
-            left = {one for request, one in self._came if request == proposal.request and not proposal.returns}
+            left = {one for request, one in self._left_at if request == proposal.request and not proposal.returns}
             if targets := tuple(one for one in proposal.targets if one not in left):
                 kept = dataclasses.replace(proposal, targets=targets)
                 self._proposals.append((kept, groups[proposal.request]))
@@ -140,9 +142,9 @@ class Balancing:
     def _note_own_attention(self, view: View) -> None:
         """Compute how long one step of each worker with local memory attends to what it holds of its own requests."""
         lent = dict.fromkeys(view.loads, 0)
-        for one in view.held:
-            if one.worker != one.home:
-                lent[one.worker] += one.tokens * one.readers
+        for held in view.held:
+            if held.worker != held.home:
+                lent[held.worker] += held.tokens * held.readers
         self._own_s = {
             worker: (view.loads[worker].reads - lent[worker]) * self._token_s[worker] / self._lanes_on(worker)
             for worker in self._step_s
@@ -150,7 +152,7 @@ class Balancing:
         }
 
     def _arriving(self) -> Mapping[str, int]:
-        """Return, by worker, the change of its tokens when all moves in progress have switched."""
+        """Return, by worker, how many tokens it gains (or loses, < 0) when all moves in progress have ended."""
         moving: dict[str, int] = {}
         for move in self._moves.in_progress:
             if move.passed is None:

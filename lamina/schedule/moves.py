@@ -115,6 +115,7 @@ class Moves:
 
     @property
     def numbers(self) -> list[int]:
+        """Numbers of the moves whose KV has not arrived."""
         return [move.number for move in self._moves.values() if not move.arrived]
 
     @property
@@ -129,7 +130,7 @@ class Moves:
         own = any(move.group is group for move in self._moves.values())
         return own or self._prefixes.is_moving(self._prefixes.path(group))
 
-    # -- the beginning ------------------------------------------------------------------------------------------
+    # -- begin --------------------------------------------------------------------------------------------------
 
     def steps_completed(self, steps: int) -> None:
         """Add the tokens of completed steps to the move budget, which never exceeds one move."""
@@ -204,7 +205,7 @@ class Moves:
             for move in begun
         ]
 
-    # -- the switch ---------------------------------------------------------------------------------------------
+    # -- switch to the target -----------------------------------------------------------------------------------
 
     def arrive(self, number: int) -> bool:
         """Record that all tokens of a move are at their target. False if it was cancelled."""
@@ -255,7 +256,7 @@ class Moves:
             self._residents.update(group)
         return told
 
-    # -- the end ------------------------------------------------------------------------------------------------
+    # -- release the source -------------------------------------------------------------------------------------
 
     def _is_past(self, move: Move) -> bool:
         """True if no step in flight reads the range at its source."""

@@ -142,7 +142,7 @@ class Scheduler:
         lane.pace = None if lane.role == "prefill" else self._pace  # no sequence decodes in a prefill lane
         lane.scratch = self.scratch.of_lane(lane.number, self.rotates)
 
-    # -- what there is -------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------
 
     @property
     def waiting(self) -> int:
@@ -156,12 +156,12 @@ class Scheduler:
 
     @property
     def handovers(self) -> int:
-        """Number of requests that went from a lane for prompts to one that decodes."""
+        """Number of requests that have gone from a prefill lane to a lane that decodes."""
         return self._dealer.handovers
 
     @property
     def runs_prompts_apart(self) -> bool:
-        """True if a lane for prompts has a request, which another lane will decode."""
+        """True if a prefill lane has a request, which another lane will decode."""
         return any(own.running for own in self._lanes if own.role == "prefill")
 
     @property
@@ -240,7 +240,7 @@ class Scheduler:
         self._recall.keep(kept)
 
     def drop_recalled(self) -> None:
-        """Release what no request of an earlier engine has come again for. Does nothing if there is nothing."""
+        """Release the KV of an earlier engine's requests that nobody has submitted again."""
         if self._recall:
             self._recall.drop()
             self._ready.wake()
@@ -441,7 +441,7 @@ class Scheduler:
         grown, own.grown = self.placement.expand(own.grown), []
         changes = forks, released, admitted, moves, grown, switches, disks.spills, disks.fetches
         if not (any(changes) or chunks or rows.sequences):
-            # Else the lane stays ready: any plan may free slots, and its next plan frees those of ended requests.
+            # Otherwise the lane stays ready: any plan may free slots, and its own next one those of ended requests.
             if fits and not own.has_ended:
                 self._ready.note_nothing(lane)
             return None
@@ -496,7 +496,7 @@ class Scheduler:
             successor.gave_way = True
             self._holding.enqueue_unless_held(successor)
 
-    # -- what has happened ---------------------------------------------------------------------------------------
+    # -- completed steps and moves -------------------------------------------------------------------------------
 
     def complete(self, lane: int, step: int | None = None) -> Mapping[int, Owner]:
         """Complete step ``step`` of ``lane`` (None: the oldest in flight). Steps with sequences complete in order.
@@ -526,8 +526,8 @@ class Scheduler:
         return self._lanes[lane].decoding.members
 
     def unchanged_steps(self, lane: int) -> int:
-        """Return how many further steps of a lane would only be its last one again, unless a request arrives or another
-        lane's plan ends them. Lanes that share a memory worker divide its free slots."""
+        """Return how many further steps of a lane would repeat its last one, if no request arrives and no other lane's
+        plan changes its requests. Lanes that share a memory worker divide its free slots."""
         placement, own = self.placement, self._lanes[lane]
         if self.waiting or self._deals_again or self._recall or self.moves.in_progress:
             return 0
@@ -550,7 +550,7 @@ class Scheduler:
 
     @property
     def prompts_s(self) -> float:
-        """Seconds that the prompts which have arrived, and are not computed, would take one lane."""
+        """Seconds that one lane would take for all prompt tokens of known requests that have not been computed."""
         waiting = sum(group.to_run for group in self._requests.values() if group.lane < 0)
         begun = sum(one.left for group in self._all_running for one in group.completions if not one.finished)
         return self._token_s * (waiting + begun)

@@ -1,6 +1,6 @@
 """Runs the process of a server's engine: ``python -m lamina.serve.engine_process DESCRIPTOR``.
 
-DESCRIPTOR is that of the inherited connection to the supervisor.
+DESCRIPTOR is the file descriptor of the inherited connection to the supervisor.
 """
 
 import _thread
@@ -94,7 +94,7 @@ class EngineProcess:
             self._workers.tell_supervisor(Serving(self._frontends.bootstrap, describe(engine)))
             while not self._closing.wait(BEAT_S):
                 if engine.dead is not None:
-                    self._report_death(engine.dead)  # it may have died before there were frontends
+                    self._report_death(engine.dead)  # if it died before Frontends was made, nothing else reports it
                     self._closing.wait(CLOSE_S)
                     break
         finally:

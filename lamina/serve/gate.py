@@ -33,7 +33,7 @@ GENERATING = "/v1/"
 
 WINDOW_S = 60.0
 MOST_CLIENTS = 10_000
-"""Clients whose rate is remembered, before those are forgotten whose requests are a minute old."""
+"""Clients whose rate is remembered; beyond them, clients without a request in the last minute are forgotten."""
 
 
 def api_keys(config: ServerConfig) -> list[str]:
@@ -103,7 +103,7 @@ class RateLimit:
 
     def __init__(self, most: int) -> None:
         self._interval_s = WINDOW_S / most
-        self._due: dict[str, float] = {}  # by client, when it has paid for all of its requests
+        self._due: dict[str, float] = {}  # by client: when its requests so far no longer count
 
     def wait_s(self, client: str, now: float) -> float:
         """Count a request of ``client`` and return 0, or return for how long it must wait."""

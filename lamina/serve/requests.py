@@ -40,7 +40,7 @@ class GenerationRequest:
         echo: For each prompt, the text to put before its completions; empty for none.
         echoes_alone: Whether the answer has nothing but the echo: the token that the engine draws is left out.
         ignored: Names of the body's fields that have no effect.
-        make_reader: Makes what divides a choice's text into content, reasoning and tool calls.
+        make_reader: Makes a parser that divides a choice's text into content, reasoning and tool calls.
         repeated: Fields of the body that the answer repeats.
     """
 
@@ -100,12 +100,12 @@ def read_chat(engine: Runtime, raw: bytes) -> GenerationRequest:
     return chat_generation(engine, parse(ChatBody, raw))
 
 
-OWN_NAMES: Mapping[str, str] = {"logprobs": "top_logprobs"}
-"""The chat API's names of parameters that have others in ``SamplingParams``."""
+CHAT_NAMES: Mapping[str, str] = {"logprobs": "top_logprobs"}
+"""The chat API's names of sampling parameters that ``SamplingParams`` names differently."""
 
 
 def chat_generation(
-    engine: Runtime, body: ChatBody, clamped: bool = False, names: Mapping[str, str] = OWN_NAMES
+    engine: Runtime, body: ChatBody, clamped: bool = False, names: Mapping[str, str] = CHAT_NAMES
 ) -> GenerationRequest:
     """Translate a chat request. Raises APIError, RequestError.
 
@@ -192,7 +192,7 @@ def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]],
 
 
 def _text_of_last(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of the last message of a conversation that a template has taken."""
+    """Return the text of the last message of a conversation, which a template has accepted."""
     content = messages[-1].get("content") or ""
     return content if isinstance(content, str) else joined_text(content)
 
@@ -305,8 +305,8 @@ def _sampling_params(
     """Return the sampling parameters. Raises APIError 400 for values out of range.
 
     Args:
-        defaults: The model's. They apply where the body has no value, but not to beam search.
-        api_names: The API's names of parameters that have others in ``SamplingParams``.
+        defaults: The model's values where the body has none; not used for beam search.
+        api_names: The API's names of parameters that ``SamplingParams`` names differently.
         calls: What the answer must match because it has to call tools.
         given: Values that come from fields of the endpoint.
     """

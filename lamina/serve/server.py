@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE_S = (
-    75  # longer than clients keep idle connections (OpenAI's: 5 s), so that no request meets a closing server
-)
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections (OpenAI's: 5 s): no request meets a closing server
 WRITE_TIMEOUT_S = 60  # a client that has not read its answer for so long is disconnected, its requests cancelled
 TELL_S = 3  # time to send clients the error when the engine stops; connections of those that do not read are cut
 POLL_S = 0.1
@@ -173,15 +171,15 @@ def serve(
     Raises:
         EngineDeadError: the engine has stopped by itself; clients have received the error.
     """
-    asyncio.run(serve_in_loop(engine, listener, on_ready, config=config))
+    asyncio.run(serve_in_loop(engine, listener, on_ready, None, config))
 
 
 async def serve_in_loop(
     engine: Runtime,
     listener: socket.socket,
     on_ready: Callable[[], None],
-    owner: int | None = None,
-    config: ServerConfig = DEFAULTS,
+    owner: int | None,
+    config: ServerConfig,
 ) -> None:
     """Serve in the running event loop. ``owner``: the process to stop the server in; None: this one."""
     server = make_server(engine, on_ready, owner, config)

@@ -45,7 +45,8 @@ _TOOL_MARKERS = {
 """By parser of tool calls: text by which the family's chat templates are recognised."""
 
 _IN_TAGS = {"<function=": "qwen3_coder", "<arg_key>": "glm45", "<tool_sep>": None}
-"""By text in chat templates with ``<tool_call>``: the parser, None for a form that is not known. Others are Hermes'."""
+"""Parser of a chat template that has ``<tool_call>`` and this text too; None: the form is not known. Without any of
+these texts, the parser is ``hermes``."""
 
 TAGS: Mapping[str, tuple[str, str]] = {"deepseek_r1": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 """Opening and closing tags of reasoning, by vLLM's names of parsers."""
@@ -67,6 +68,7 @@ class ChatFormat:
 
     @classmethod
     def choose(cls, settings: ChatSettings, template: str) -> "ChatFormat":
+        """Return the format that ``settings`` name; for "auto", the one whose markers are in the chat template."""
         named = {settings.tool_call_parser, settings.reasoning_parser}
         if named & {"openai", "openai_gptoss"} or (named == {"auto"} and MARKER in template):
             return cls("openai", None, channels=True)
@@ -159,7 +161,7 @@ def _parser_by_template(template: str) -> str | None:
 
 
 _MOST_TRIED = 8
-"""Places in reasoning at which calls are looked for."""
+"""Places in reasoning, counted from its end, at which a call may begin."""
 
 _NAME = re.compile(r"[\w.:/-]{1,128}")
 """The name of a function."""
@@ -181,7 +183,7 @@ class ReasoningParser:
         """
         Args:
             inside: The prompt ends with the opening tag.
-            calls: Makes parsers of tool calls like ``rest``; None: there are none to be found.
+            calls: Makes parsers of tool calls, of the same kind as ``rest``; None: the answer may call nothing.
         """
         self._begin, self._end = tags
         self._state: Literal["start", "opened", "inside", "after", "rest"] = "opened" if inside else "start"

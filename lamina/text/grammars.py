@@ -123,7 +123,7 @@ _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
 def _unescaped(escape: re.Match[str]) -> str:
-    """Return the character of an escape with u or U, which llguidance translates to what its grammars do not have.
+    r"""Return the character of an escape \u or \U, for which llguidance would write an escape that it cannot read.
 
     Other escapes stay as they are.
     """
@@ -134,9 +134,9 @@ def _unescaped(escape: re.Match[str]) -> str:
 
 
 def _leaves_first(rules: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rules, each after those that it refers to: llguidance visits all rules once for each that is not.
+    """Return the rules in an order in which each follows those that it refers to, as far as there are no cycles.
 
-    Of rules that refer to each other, some come too early.
+    llguidance visits all rules once more for each rule that precedes one that it refers to.
     """
     ordered, seen = dict[str, Any](), set[str]()
     for first in rules:

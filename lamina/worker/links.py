@@ -448,7 +448,7 @@ def set_up_links(
     control: ControlClient,
     resources: contextlib.ExitStack,
     inboxes: Inboxes | None,
-    open_endpoint: OpenEndpoint = open_endpoint,
+    open_endpoint: OpenEndpoint,
 ) -> tuple[Links, Connect]:
     """Link this worker to its peers as the engine directs. Returns the links and the engine's ``Connect``.
 

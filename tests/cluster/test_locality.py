@@ -5,7 +5,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from lamina.cli.doctor import lines
+from lamina.cli.doctor import topology_lines
 from lamina.cluster.locality import Route, core_list, find, near_cores
 from lamina.kernels.gpu.device import Gpu, reach
 
@@ -83,11 +83,11 @@ def test_gpus_are_placed_beside_interfaces_and_cores(server: Path) -> None:
     assert near_cores(found, "cuda:2", frozenset({1, 2, 5})) == {5}
     assert near_cores(found, "cuda:2", frozenset({1, 2})) == {1, 2}, "none of its own may be used"
     assert near_cores(found, "cpu", EVERY) == near_cores(found, "cuda:9", EVERY) == EVERY
-    shown = dict(lines(found))
+    shown = dict(topology_lines(found))
     assert shown["NUMA node 0"] == "cores 0-3,8-11, 64.0 GiB"
     assert shown["mlx5_0 (ens1)"] == "200 Gbit/s, 0000:3e:00.0, NUMA node 0"
     assert shown["cuda:2"] == "NVIDIA A100, 0000:d8:00.0, NUMA node 1"
-    neighbours = [text for part, text in lines(found) if not part]
+    neighbours = [text for part, text in topology_lines(found) if not part]
     assert neighbours[0] == (
         "its worker runs on cores 0-3,8-11; mlx5_0 (ens1) is behind the same PCIe switch; it writes into the memory of "
         "cuda:1, cuda:2"
@@ -125,7 +125,7 @@ def test_a_machine_that_says_little_is_described_as_far_as_it_goes(tmp_path: Pat
     ]
     assert near_cores(found, "cuda:0", EVERY) == {0, 1}
     nothing = find((), tmp_path / "nothing")
-    assert dict(lines(nothing)) == {
+    assert dict(topology_lines(nothing)) == {
         "NUMA": "the kernel does not report nodes",
         "network": "no interface with a device of its own",
         "GPUs": "none",

@@ -41,7 +41,7 @@ NOBODY = DecodeRows([], [], [])
 
 
 class Behind(Emulated):
-    """Says what a card may still be reading, and fails if that is given back."""
+    """Says what a card may still be reading, and fails if that is freed."""
 
     reading: ClassVar[list[int]] = []
 

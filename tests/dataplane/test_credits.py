@@ -1,4 +1,4 @@
-"""Slots of a peer: used, given back, and booked by lanes that need no credits."""
+"""Slots of a peer: used, freed, and booked by lanes that need no credits."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -75,10 +75,10 @@ def test_what_is_free_cannot_be_given_back() -> None:
     space = Space(0, 10)
     assert space.allocate(4) == 0
     for start, count in ((4, 1), (3, 2), (0, 11)):
-        with pytest.raises(ValueError, match="given back twice"):
+        with pytest.raises(ValueError, match="freed twice"):
             space.deallocate(start, count)
     space.deallocate(0, 4)
-    with pytest.raises(ValueError, match="given back twice"):
+    with pytest.raises(ValueError, match="freed twice"):
         space.deallocate(0, 4)
     assert space.allocate(10) == 0
 

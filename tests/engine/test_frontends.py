@@ -36,7 +36,7 @@ from lamina.engine.lives import Event, Life
 from lamina.engine.remote_engine import RemoteEngine
 from lamina.engine.stats import StatsOf
 from lamina.engine.streams import Submission
-from lamina.engine.updates import RequestUpdate, TokenUpdate, Whole
+from lamina.engine.updates import RequestUpdate, TokenUpdate, UpdateSum
 from lamina.models.directory import find
 from lamina.text.tokenizer import Tokenizer
 from tests.support.recording_engine import STATS, RecordingEngine
@@ -80,7 +80,7 @@ class Caller:
     """What one request's callbacks bring."""
 
     def __init__(self) -> None:
-        self.whole = Whole(TOKENIZER)
+        self.whole = UpdateSum(TOKENIZER)
         self.updates: list[RequestUpdate] = []
 
     def __call__(self, update: RequestUpdate) -> None:

@@ -56,12 +56,12 @@ def test_a_life_has_its_queue_chunks_moves_and_end() -> None:
         plan(3, switches=[Switch(9, [Segment(7, "memory1", (0, 4), (0, 32)), Segment(99, "x", (0, 4), (0, 1))])])
     )
     kept.note_done(3)
-    (life,) = kept.told({"a": 3})
+    (life,) = kept.newest({"a": 3})
     assert (life.request, life.prompt_tokens, life.generated, life.ended) == ("a", 64, 3, "")
     clock.now += 1
     kept.note_end("a", [FinishReason.STOP, FinishReason.STOP], 9, None)
     kept.note_end("a", [FinishReason.ABORT], 9, None)  # it has ended
-    (life,) = kept.told({})
+    (life,) = kept.newest({})
     assert (life.generated, life.ended) == (9, "stop")
     assert events(life.events) == [
         (0.0, "queued", ""),
@@ -83,7 +83,7 @@ def test_a_request_whose_kv_was_lost_is_admitted_again() -> None:
     kept.note_plan(plan(2, admitted=[admission(8, "a", "memory1")], chunks=[SequenceStep(8, 16, [1] * 48, [8])]))
     kept.note_done(2)
     kept.note_end("a", [FinishReason.ERROR], 0, "worker memory1 is gone")
-    (life,) = kept.told({})
+    (life,) = kept.newest({})
     what = ["queued", "admitted", "admitted", "cached", "chunk", "first token", "ended"]
     assert [event.what for event in life.events] == what
     assert life.events[3].detail == "tokens 0 to 16 were in the prefix cache"
@@ -101,7 +101,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             kept.note_plan(plan(1000 + step, chunks=[SequenceStep(number, step, [1], [])]))
             kept.note_done(1000 + step)
         kept.note_end(str(number), [FinishReason.LENGTH], 1, None)
-    told = kept.told({})
+    told = kept.newest({})
     assert [life.request for life in told] == [str(number) for number in range(lives.MOST_ENDED + 4, 4, -1)]
     assert {len(life.events) for life in told} == {10}
     first, *_, last = told[0].events

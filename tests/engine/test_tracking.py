@@ -13,7 +13,7 @@ from lamina.core.requests import Completion, Group
 from lamina.core.sampling import SamplingParams
 from lamina.core.types import Request
 from lamina.engine.tracking import TrackedRequest
-from lamina.engine.updates import PlainTokens, Reading, RequestUpdate, TokenUpdate, Whole
+from lamina.engine.updates import PlainTokens, RequestText, RequestUpdate, TokenUpdate, UpdateSum
 from lamina.kv.placement import Placement
 from lamina.models import directory
 from lamina.schedule.limits import Limits
@@ -26,7 +26,7 @@ TOKENIZER = Tokenizer(directory.find(None))
 def tracked(params: SamplingParams, published: list[RequestUpdate]) -> tuple[TrackedRequest, Group]:
     scheduler = Scheduler(Limits(4, 64, 256), Placement({"memory0": 1000}), lanes=1, attentions=1, kv_heads=1)
     request = Request("r", None, [5, 6], params)
-    reading = Reading(request, TOKENIZER, published.append, lambda _, index: under_test.end_completion(index))
+    reading = RequestText(request, TOKENIZER, published.append, lambda _, index: under_test.end_completion(index))
     under_test = TrackedRequest(request, TOKENIZER.eos_token_ids, reading.on_update)
     group = scheduler.submit(request)
     under_test.start(group)
@@ -46,7 +46,7 @@ def until_stopped(tokens: list[int], stop: list[str]) -> list[int]:
 
 
 def added_up(updates: list[RequestUpdate]) -> RequestOutput:
-    whole = Whole(TOKENIZER)
+    whole = UpdateSum(TOKENIZER)
     for update in updates:
         whole.append_update(update)
     return whole.output()
@@ -192,7 +192,7 @@ def test_what_ends_a_completion_and_what_is_left_of_its_text(
     tokenizer = Pieces(pieces)
     published: list[RequestUpdate] = []
     request = Request("r", None, [5], SamplingParams(**{"max_tokens": None, "logprobs": 0, **params}))
-    reading = Reading(request, tokenizer, published.append, lambda _, index: under_test.end_completion(index))  # type: ignore[arg-type]
+    reading = RequestText(request, tokenizer, published.append, lambda _, index: under_test.end_completion(index))  # type: ignore[arg-type]
     under_test = TrackedRequest(request, [ord("$")], reading.on_update)
     group = Group(request, request.params.max_tokens or 100, [Completion(0, 0)])
     under_test.start(group)

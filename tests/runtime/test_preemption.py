@@ -14,7 +14,7 @@ from lamina.core.outputs import RequestOutput
 from lamina.core.sampling import SamplingParams, StructuredOutputs
 from lamina.core.types import DType
 from lamina.engine.engine import Engine
-from lamina.engine.updates import RequestUpdate, Whole
+from lamina.engine.updates import RequestUpdate, UpdateSum
 from lamina.launch import launch
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, served
@@ -51,7 +51,7 @@ def generate(
 ) -> list[RequestOutput]:
     """Outputs of as many requests, submitted at once. ``on_each`` runs on the engine's thread."""
     draw = random.Random(3)
-    wholes = [Whole(engine.tokenizer) for _ in params]
+    wholes = [UpdateSum(engine.tokenizer) for _ in params]
     left, ended = set(range(len(params))), threading.Event()
 
     def on_update(update: RequestUpdate) -> None:

@@ -22,7 +22,7 @@ import pytest
 from lamina.control import liveness
 from lamina.core.outputs import CompletionOutput
 from lamina.engine.engine import Engine
-from lamina.engine.updates import RequestUpdate, Whole
+from lamina.engine.updates import RequestUpdate, UpdateSum
 from lamina.launch import launch
 from tests.support.running import Killable, Prompt, Streams, assert_same, config, prompts
 from tests.support.waiting import END_S, wait_until
@@ -108,7 +108,7 @@ class Load:
             number = self.ended + len(self._running)
             self._running[number] = time.monotonic()
         prompt, params = self._requests[number % DISTINCT]
-        whole = Whole(self._engine.tokenizer)
+        whole = UpdateSum(self._engine.tokenizer)
 
         def on_update(update: RequestUpdate) -> None:
             whole.append_update(update)

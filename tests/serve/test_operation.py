@@ -20,7 +20,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lamina.cli.client import lines, status
+from lamina.cli.client import status, status_lines
 from lamina.config.server_config import ServerConfig
 from lamina.core.errors import ConfigError, DeadlineError, EngineDeadError, TransportError
 from lamina.output import JsonFormatter
@@ -260,7 +260,7 @@ def test_metrics_count_the_tokens_of_a_client_that_leaves(server: Running) -> No
 
 
 def test_status_shows_what_a_server_s_metrics_say(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    assert lines(server.http.get("/metrics").text) == [
+    assert status_lines(server.http.get("/metrics").text) == [
         "requests  1 running, 2 waiting, 3 steps so far",
         "memory0   serving, 5 of 9 token slots in use",
         "compute0  serving, runs prompts",
@@ -275,7 +275,7 @@ def test_status_shows_what_a_server_s_metrics_say(server: Running, capsys: pytes
     with pytest.raises(TransportError, match="no server answers at"):
         status("http://127.0.0.1:1")
     with pytest.raises(ConfigError, match="is this a Lamina server"):
-        lines("python_info 1\n")
+        status_lines("python_info 1\n")
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -17,7 +17,7 @@ from lamina.core.outputs import CompletionOutput, RequestOutput
 from lamina.core.sampling import SamplingParams, StructuredOutputs
 from lamina.core.types import DType
 from lamina.engine.engine import Engine
-from lamina.engine.updates import RequestUpdate, Whole
+from lamina.engine.updates import RequestUpdate, UpdateSum
 from lamina.launch import launch
 from lamina.lowering import Target
 from tests.support.prepared_checkpoints import write_prepared
@@ -80,7 +80,7 @@ class Streams:
             engine.submit(str(number), prompt, params, self._reader(engine))
 
     def _reader(self, engine: Engine) -> Callable[[RequestUpdate], None]:
-        whole = Whole(engine.tokenizer)
+        whole = UpdateSum(engine.tokenizer)
 
         def on_update(update: RequestUpdate) -> None:
             tokens = update.tokens

@@ -11,7 +11,7 @@ from lamina.control.packed_logprobs import pack
 from lamina.core.outputs import FinishReason, Logprob
 from lamina.core.sampling import SamplingParams
 from lamina.core.types import Request
-from lamina.engine.updates import Reading, RequestUpdate, TokenUpdate, Whole
+from lamina.engine.updates import RequestText, RequestUpdate, TokenUpdate, UpdateSum
 from lamina.models.directory import find
 from lamina.serve.answers import Sent
 from lamina.serve.openai_answers import ChatWriter, completion_choice
@@ -39,7 +39,7 @@ def read(
     """The updates of a request that draws these tokens, which come in parts of ``sizes`` in turn, up to its limit."""
     updates: list[RequestUpdate] = []
     request = Request("r", None, prompt, SamplingParams(max_tokens=None, logprobs=len(likely), **params))
-    reading = Reading(request, tokenizer, updates.append, lambda name, index: None)
+    reading = RequestText(request, tokenizer, updates.append, lambda name, index: None)
     at, turn = 0, 0
     while at < len(drawn):
         part = drawn[at : at + sizes[turn % len(sizes)]]
@@ -140,7 +140,7 @@ def test_tokens_of_a_stop_string_have_their_texts(tokenizers: dict[str, Tokenize
     tokenizer = tokenizers["bundled"]
     drawn = [tokenizer.encode(letter)[0] for letter in text + stop]
     updates = read(tokenizer, tokenizer.encode("x"), drawn, [], [1], stop=[stop])
-    whole = Whole(tokenizer)
+    whole = UpdateSum(tokenizer)
     for update in updates:
         whole.append_update(update)
     (output,) = whole.output().outputs
@@ -190,7 +190,7 @@ def test_a_stop_string_may_be_the_text_of_a_special_token(
     a, b = (tokenizer.encode(letter)[0] for letter in "ab")
     given: dict[str, Any] = {"stop": stop, "include_stop_str_in_output": include, "skip_special_tokens": skip}
     updates = read(tokenizer, [a], [a, end, b, b], [], [at_once], **given)
-    whole = Whole(tokenizer)
+    whole = UpdateSum(tokenizer)
     for update in updates:
         whole.append_update(update)
     (output,) = whole.output().outputs

@@ -102,7 +102,7 @@ class Worker:
             message.send_piece([number.to_bytes(nbytes, "little")])
 
     def read(self) -> list[tuple[str, int]]:
-        """The messages that have arrived, by sender; their slots are given back."""
+        """The messages that have arrived, by sender; their slots are freed."""
         return [
             (name, self._read(channel, slot))
             for name, channel in self.channels.items()
@@ -125,7 +125,7 @@ class Worker:
         return number
 
     def serve(self) -> None:
-        """Read what has arrived, send what was kept, and tell of slots given back."""
+        """Read what has arrived, send what was kept, and send the credits of freed slots."""
         if self.fence.open:
             self.read()
             self.links.hub.send_kept()

@@ -160,7 +160,7 @@ def test_where_encryption_is_asked_for_rdma_is_an_obstacle() -> None:
 
 
 def read(links: Links, channel: Channel, timeout_s: float = TIMEOUT_S) -> bytes:
-    """The next message, whose slot is given back."""
+    """The next message, whose slot is freed."""
     awaited = list(channel.awaited.items())
     slot = awaited[links.close_unused_endpoints()([target for _, target in awaited], timeout_s)][0]
     channel.close_slot(slot)

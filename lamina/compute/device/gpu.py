@@ -274,7 +274,7 @@ class _Recorded:
 
 
 COSTLIEST = SamplingParams(top_p=0.5, top_k=0, min_p=1e-9, repetition_penalty=1.1, logprobs=20)
-"""What needs most memory to draw from."""
+"""Sampling parameters with which drawing a token needs most memory."""
 
 
 def rehearse(runner: Runner, rows: int, draws: int, shards: int) -> None:

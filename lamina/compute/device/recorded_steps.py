@@ -42,9 +42,10 @@ class Slices(Protocol):
         """Launch slice ``index`` for the ``count`` rows that are placed. Can be recorded.
 
         Args:
-            arrived: Attention, but for slice 0, then the context of the slice before.
+            arrived: Attention (not for slice 0), then the context of the slice before.
 
-        Returns (q, k, v, *context) or (logits,); all but context in fixed memory."""
+        Returns (q, k, v, *context) or (logits,); all but context in fixed memory.
+        """
 
 
 @dataclass(frozen=True)

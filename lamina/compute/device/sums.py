@@ -24,7 +24,7 @@ _ENVIRONMENT = {
     # All ranks are on one machine: nobody else should reach the sockets by which they find each other.
     "NCCL_SOCKET_IFNAME": "lo",
     "GLOO_SOCKET_IFNAME": "lo",
-    # A thread that would look into the meeting file every second, for debugging; the file is removed.
+    # The monitor is a thread that reads the meeting file every second; the file is removed once all have joined.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 
@@ -33,20 +33,23 @@ class GpuSums:
     """Implements ``Sums`` on a GPU. A process has at most one instance with several ranks."""
 
     def __init__(self, rank: Rank, kit: Kit, meeting: str) -> None:
-        """Join the other ranks; blocks until all have joined. Raises ConfigError."""
+        """Join the other ranks; blocks until all have joined. Raises ConfigError.
+
+        ``meeting``: Path of a file on this machine by which the ranks find each other.
+        """
         self.rank = rank
         self._kit = kit
         self._one = torch.ones(1, device=kit.place)
         if rank.count == 1:
             return
-        if not Path(meeting).parent.is_dir():  # a store would wait for it
+        if not Path(meeting).parent.is_dir():  # the store would wait until the folder exists
             raise ConfigError(
                 f"rank {rank.number} of {rank.count} is on another machine than the engine; the ranks of a replica on "
                 "GPUs must be on the engine's machine"
             )
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        bound = timedelta(seconds=SETUP_TIMEOUT_S)  # one may load for long; the engine ends a step that does not go on
+        bound = timedelta(seconds=SETUP_TIMEOUT_S)  # a rank may load its weights for long
         try:
             dist.init_process_group(
                 kit.backend,

@@ -32,7 +32,7 @@ from lamina.kernels.segments import STORAGE, SegmentTable
 
 PAIR_WORDS, ITEM_WORDS = 8, 16
 WORDS_ALIGNED = ALIGNMENT // 4
-MOST_CHANGES = 1 << 16  # of page tables sent at once: 512 KiB
+MOST_CHANGES = 1 << 16  # changed words of page tables that are sent at once: 512 KiB with their indices
 PairArray = npt.NDArray[np.int32]
 
 
@@ -164,8 +164,8 @@ class _PairClass:
         return cls(cut, element, block_m, rows)
 
     @classmethod
-    def all(cls, spec: AttentionSpec, element: KvElement, most_rows: int) -> "Iterator[_PairClass]":
-        """Yield the class of pairs with few query rows and, if pairs may have more, that of the others."""
+    def classes_of(cls, spec: AttentionSpec, element: KvElement, most_rows: int) -> "Iterator[_PairClass]":
+        """Yield the class of pairs with few query rows and, if ``most_rows`` is larger, the class of all others."""
         block_m, few = decode_tile(spec)
         yield cls.from_spec(spec, element, block_m, (1, few))
         if most_rows > few:
@@ -269,9 +269,10 @@ class Attention:
 
     def plan(self, specs: Sequence[AttentionSpec], element: KvElement) -> None:
         """Cut the step's work for these attentions now, in the current stream, instead of with their first call."""
-        for pairs in dict.fromkeys(one for spec in specs for one in _PairClass.all(spec, element, self._most_rows)):
-            if pairs not in self._current:
-                self._current[pairs] = self._plan(pairs)
+        for spec in specs:
+            for pairs in _PairClass.classes_of(spec, element, self._most_rows):
+                if pairs not in self._current:
+                    self._current[pairs] = self._plan(pairs)
 
     @property
     def tilings(self) -> tuple[Tiling, ...]:
@@ -284,7 +285,7 @@ class Attention:
         self._words[...] = other._words
         self.step_class, self._joins, self._rows = other.step_class, other._joins, other._rows
         self._most_rows, self._new_rows = other._most_rows, other._new_rows
-        # Not those of ``other``, which may have served prompt chunks before.
+        # The classes of pairs are those that this object serves: ``other`` may also have served prompt chunks.
         self._current = {pairs: self._cut(pairs, self.step_class) for pairs in self._current}
 
     def plan_again(self) -> None:
@@ -312,7 +313,7 @@ class Attention:
             out: float32 [R, Hq, Dv] and lse: float32 [R, Hq], natural log; written. 0 and -inf for a row that sees
                 nothing. Merged with what they hold if the step has an ``order``.
             new: k [T, Hkv, D] and v [T, Hkv, Dv] of which pairs append rows while they attend.
-            scratch: in place of its own, in a stream of its own.
+            scratch: memory for partials; by default this object's own, which one stream at a time may use.
 
         Raises:
             ValueError: a shape or an element type is invalid, or ``new`` lacks rows that pairs append.
@@ -324,7 +325,7 @@ class Attention:
                 f"pairs of this step append tokens up to row {self._new_rows - 1} while they attend; give the "
                 "message's k and v, with as many rows, as new"
             )
-        for pairs in _PairClass.all(spec, slab.element, self._most_rows):
+        for pairs in _PairClass.classes_of(spec, slab.element, self._most_rows):
             self._run(pairs, given if pairs.rows[0] == 1 else replace(given, new=None), scratch or self._scratch)
 
     def reserve(self, spec: AttentionSpec, element: KvElement, query: npt.DTypeLike) -> set[Program]:
@@ -334,7 +335,7 @@ class Attention:
         steps with an order.
         """
         programs, rows, joins = {plan_program(self.capacity.pairs)}, 0, sees_all(spec)
-        for pairs in _PairClass.all(spec, element, self.capacity.rows):
+        for pairs in _PairClass.classes_of(spec, element, self.capacity.rows):
             programs |= {combine_program(spec, pairs.block_m, each) for each in {False, joins}}
             for step_class in itertools.product(Context, (False, True)):
                 plan, capability = self._cut(pairs, step_class), self._backend.capability

@@ -24,8 +24,10 @@ _recorders: list[Callable[[Callable[[], None]], None]] = []
 
 @contextmanager
 def recorded(recorder: Callable[[Callable[[], None]], None]) -> Iterator[None]:
-    """Pass launches to ``recorder``, which runs them, as a stream does that is being captured. Then nothing else may be
-    asked of a backend: not even memory."""
+    """Pass launches to ``recorder``, which runs them, like a stream that is being captured.
+
+    Meanwhile, a backend may do nothing else, not even allocate memory.
+    """
     _recorders.append(recorder)
     try:
         yield
@@ -57,7 +59,7 @@ class Interpreter:
         return np.array(numbers, np.float32)
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """Memory full of ones: NaN in every floating-point type, -1 in every signed one."""
+        """Return memory whose bits are all 1: NaN in every floating-point type, -1 in every signed one."""
         reject_recording("this allocates memory")
         return np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 255, np.uint8).view(dtype).reshape(shape)
 
@@ -200,7 +202,10 @@ def constants(program: Program, language: Any) -> dict[str, Any]:
 
 
 def as_tensor(argument: Any, name: str) -> Any:
-    """The interpreter takes element types from tensors; numpy has no bfloat16."""
+    """Return an argument of a kernel as the interpreter reads it: an array as a tensor, since numpy has no bfloat16.
+
+    ``name``: Triton's name of the argument's type; "*" marks an array.
+    """
     if not name.startswith("*"):
         return argument
     tensor = torch.from_numpy(argument.view(np.int16) if argument.dtype == np.uint16 else argument)

@@ -35,20 +35,24 @@ def decode_tile(spec: AttentionSpec) -> tuple[int, int]:
 
 
 def prompt_tile(element: KvElement) -> int:
-    """Rows of a prompt program's tile, counted as in ``decode_tile``; float32 products need twice the registers."""
+    """Return the rows of a prompt program's tile, as in ``decode_tile``; float32 products need twice the registers."""
     return LARGEST_TILE // 2 if element is KvElement.FLOAT32 else LARGEST_TILE
 
 
 def plan_program(pairs: int) -> Program:
-    """``triton_attend.plan`` of a table of ``pairs``."""
+    """Return ``triton_attend.plan`` for a table of ``pairs`` pairs."""
     return _program("triton_attend.plan", ["*i32"] * 3 + ["i32"] * 10, block_pairs=power_of_two(pairs))
 
 
 def plan_numbers(
     spec: AttentionSpec, tiling: Tiling, block_m: int, rows: tuple[int, int], wanted_items: int
 ) -> tuple[int, ...]:
-    """Return the integer arguments of ``plan`` that follow the number of pairs. ``rows``: the fewest and most query
-    rows of the pairs to plan; ``wanted_items``: programs that run at once."""
+    """Return the integer arguments of ``plan`` that follow the number of pairs.
+
+    Args:
+        rows: Fewest and most query rows of the pairs to plan.
+        wanted_items: Programs that run at once.
+    """
     group = spec.query_heads // spec.kv_heads
     return (*rows, group, spec.window, spec.chunk, block_m, tiling.block_n, wanted_items, tiling.least_tokens)
 
@@ -63,9 +67,11 @@ def attend_program(
     new: npt.DTypeLike | None = None,
     joins: bool = False,
 ) -> Program:
-    """``triton_attend.attend`` for queries, and new k and v (None: none are appended), of these element types.
+    """Return ``triton_attend.attend`` for queries of element type ``query``.
 
-    ``joins``: of rows anywhere, whose results are added to others.
+    Args:
+        new: Element type of the k and v that the kernel appends; None: it appends none.
+        joins: Whether the kernel merges its results into those of an earlier call, of rows that an index selects.
     """
     query_name = TRITON_NAMES[np.dtype(query)]
     new_name = query_name if new is None else TRITON_NAMES[np.dtype(new)]
@@ -105,7 +111,7 @@ def attend_program(
 
 
 def combine_program(spec: AttentionSpec, block_m: int, joins: bool = False) -> Program:
-    """``triton_attend.combine``; ``joins`` as in ``attend_program``."""
+    """Return ``triton_attend.combine``, after an ``attend_program`` with the same ``joins``."""
     return _program(
         "triton_attend.combine",
         ["*fp32"] * 2 + ["*i32"] * 3 + ["*fp32"] * 2,
@@ -121,7 +127,7 @@ def combine_program(spec: AttentionSpec, block_m: int, joins: bool = False) -> P
 
 
 def append_program(element: KvElement, new_element: npt.DTypeLike, kv_heads: int, qk_dim: int, v_dim: int) -> Program:
-    """``triton_rows.append`` for rows of ``new_element``."""
+    """Return ``triton_rows.append`` for rows of ``new_element``."""
     new = TRITON_NAMES[np.dtype(new_element)]
     return _program(
         "triton_rows.append",
@@ -137,7 +143,7 @@ def append_program(element: KvElement, new_element: npt.DTypeLike, kv_heads: int
 
 
 def merge_program(count: int, query_heads: int, v_dim: int, has_sinks: bool) -> Program:
-    """``triton_attend.merge`` of ``count`` partials."""
+    """Return ``triton_attend.merge`` of ``count`` partials."""
     return _program(
         "triton_attend.merge",
         ["*fp32"] * 5 + ["i32"] * 2,
@@ -155,11 +161,13 @@ class GroupedWeights:
     """The weights of experts that ``triton_grouped.multiply`` takes.
 
     Attributes:
-        experts, inputs, outputs: how many there are.
-        inner: inputs are side by side, as those of codes always are.
-        codes: what they are held as; "none": elements like those of x.
-        group: inputs that share a scale.
-        shifted: there are zero points.
+        experts: Number of experts.
+        inputs: Inputs of an expert.
+        outputs: Outputs of an expert.
+        inner: Whether the weights of one output are contiguous, as codes always are.
+        codes: How weights are stored; "none": as elements like those of x.
+        group: Inputs that share a scale.
+        shifted: Whether codes have zero points.
     """
 
     experts: int
@@ -172,13 +180,14 @@ class GroupedWeights:
 
     @property
     def in_groups(self) -> bool:
-        """True if the product goes group by group; otherwise scales are those of outputs, if there are any."""
+        """True if each group is multiplied on its own; otherwise each output has one scale, or none."""
         return self.codes == "int4" or (self.codes != "none" and (self.group < self.inputs or self.shifted))
 
 
 @dataclass(frozen=True)
 class GroupedTile:
-    """Rows, outputs and inputs that a program of ``triton_grouped.multiply`` takes at once, or a group of inputs."""
+    """Rows, outputs and inputs that a program of ``triton_grouped.multiply`` loads at once; ``in_groups``, a group is
+    loaded instead of ``inputs``."""
 
     rows: int
     outputs: int
@@ -190,8 +199,11 @@ class GroupedTile:
 
 
 def grouped_tile(rows: int, itemsize: int, weights: GroupedWeights) -> GroupedTile:
-    """Return the tile for so many rows, of elements of ``itemsize`` bytes: as few rows as experts have in steps that
-    decode, where weights are read once, and more in larger ones. Narrower where more registers are needed."""
+    """Return the tile for ``rows`` rows of elements of ``itemsize`` bytes.
+
+    Steps that decode have few rows for each expert: 16 suffice to read each weight once. Larger steps use 64. Tiles
+    have fewer outputs where they need more registers.
+    """
     height = 16 if rows <= 16 * weights.experts else 64
     if itemsize == 2:
         in_groups = 32 if height == 64 else 128 if weights.group == 32 else 64
@@ -200,7 +212,7 @@ def grouped_tile(rows: int, itemsize: int, weights: GroupedWeights) -> GroupedTi
 
 
 def grouped_program(element: npt.DTypeLike, weights: GroupedWeights, tile: GroupedTile, capability: int) -> Program:
-    """``triton_grouped.multiply`` of x of type ``element``; fp8 is passed as bytes."""
+    """Return ``triton_grouped.multiply`` for x of type ``element``; fp8 is passed as bytes."""
     name = TRITON_NAMES[np.dtype(element)]
     weight = {"none": f"*{name}", "int8": "*i8"}.get(weights.codes, "*u8")
     of_groups = "*i32" if weights.codes == "none" else "*fp32"
@@ -217,7 +229,10 @@ def grouped_program(element: npt.DTypeLike, weights: GroupedWeights, tile: Group
 
 
 def write_rows_program(element: npt.DTypeLike, unit: int, lead: int) -> Program:
-    """``triton_rows.write_rows`` of rows of ``unit`` elements, behind ``lead`` elements for each row in front."""
+    """Return ``triton_rows.write_rows`` for rows of ``unit`` elements.
+
+    ``lead``: See ``Kit.write_rows``, here in elements.
+    """
     kind = np.dtype(element)
     aligned = (unit * kind.itemsize) % ALIGNMENT == 0 and (lead * kind.itemsize) % ALIGNMENT == 0
     constants = {"unit": unit, "lead": lead, "aligned": aligned, "block": WRITTEN_ELEMENTS}
@@ -225,7 +240,7 @@ def write_rows_program(element: npt.DTypeLike, unit: int, lead: int) -> Program:
 
 
 def draw_program(element: npt.DTypeLike) -> Program:
-    """``triton_rows.draw`` from logits of type ``element``."""
+    """Return ``triton_rows.draw`` for logits of type ``element``."""
     arrays = ["*i64", "*fp32", "*fp32", "*fp32", "*i64", "*i64"]
     types = [f"*{TRITON_NAMES[np.dtype(element)]}", "i32", *arrays, "i32"]
     return _program("triton_rows.draw", types, 8, block=DRAWN_LOGITS)

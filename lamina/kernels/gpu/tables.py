@@ -71,9 +71,8 @@ class PageTables:
         self._changes: list[tuple[int, Slots]] = []
         self._latest_reader = 0
         self._readers: dict[int, None] = {}  # numbers from pin_tables, oldest first
-        self._freed: collections.deque[tuple[int, int, int]] = (
-            collections.deque()
-        )  # latest reader when freed, first word, words
+        # Of each region freed while tables were pinned: latest reader then, first word, words.
+        self._freed: collections.deque[tuple[int, int, int]] = collections.deque()
 
     @property
     def words(self) -> int:

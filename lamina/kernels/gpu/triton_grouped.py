@@ -17,15 +17,18 @@ def multiply(
     bits: tl.constexpr, element: tl.constexpr, group: tl.constexpr, in_groups: tl.constexpr, shifted: tl.constexpr,
     block_e: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, outputs]: rows of x [rows, inputs] times the weights of their experts, summed in float32.
+    """Write to out [rows, outputs]: rows of x [rows, inputs] times the weights of their experts, summed in float32.
 
-    ends int32 [experts]: the row after the last one of each. Grid (tiles, blocks of outputs).
+    ``ends`` int32 [experts] has the row after each expert's last one. Grid (tiles, blocks of outputs).
 
-    Weights of all ``experts``, by ``bits``: 0, elements like those of x, with inputs side by side if ``inner``, else
-    outputs. 8, int8 or, by ``element``, fp8 as bytes [outputs, inputs]. 4, two to a byte [outputs, inputs / 2]: bytes
-    of a group have its first inputs in their low halves. Codes have scales float32 [outputs, inputs / group];
-    ``in_groups``, they are multiplied group by group, and have zeros alike if they are ``shifted``. Otherwise there is
-    one group.
+    ``weight`` has the weights of all ``experts``, stored as ``bits`` says:
+
+    * 0: elements like those of x; [inputs, outputs] of each expert, or [outputs, inputs] if ``inner``.
+    * 8: int8 or, as ``element`` says, fp8 as bytes; [outputs, inputs].
+    * 4: two codes in a byte, [outputs, inputs / 2]; a group's bytes have its first half of inputs in their low halves.
+
+    Codes have ``scales`` float32 [outputs, inputs / group]. With ``in_groups``, each group is multiplied on its own,
+    and ``zeros`` of the same shape are subtracted if ``shifted``. Otherwise all inputs are one group.
     """
     tile = tl.program_id(0)
     each = tl.arange(0, block_e)
@@ -72,7 +75,7 @@ def _of_group(
     x, row, stop, weight, output, there, number,
     inputs: tl.constexpr, bits: tl.constexpr, element: tl.constexpr, group: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x times the codes of group ``number``, without zeros and scales, and the sums of x over its inputs."""
+    """Return rows of x times the codes of group ``number``, without zeros and scales, and sums of x over its inputs."""
     if bits == 4:
         half: tl.constexpr = group // 2
         k = tl.arange(0, half)
@@ -93,6 +96,6 @@ def _of_group(
 
 @triton.jit
 def _rows(x, row, stop, k, inputs: tl.constexpr):
-    """Elements ``k`` of rows ``row`` of x, 0 from row ``stop`` on."""
+    """Return elements ``k`` of rows ``row`` of x, 0 from row ``stop`` on."""
     places = row[:, None].to(tl.int64) * inputs + k[None, :]
     return tl.load(x + places, mask=(row < stop)[:, None] & (k < inputs)[None, :], other=0.0)

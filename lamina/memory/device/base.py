@@ -39,7 +39,7 @@ class Pairs:
     first: Sequence[int]
     stop: Sequence[int]
     new: Sequence[int] = ()
-    """Which row of ``New`` is each pair's last token; -1: none. Empty: no attention is given any."""
+    """By pair: row of ``New`` that is its last token; -1: none. Empty if ``attend`` is called without ``New``."""
 
     def table(self, slots: Slots) -> SegmentTable:
         """Return the kernels' table. ``slots``: slots of all pairs' tokens, one pair after another."""
@@ -177,14 +177,13 @@ class Device(Mapper, Protocol):
     def results(self, rows: int, spec: AttentionSpec) -> tuple[Floats, Floats]:
         """Allocate out [rows, Hq, Dv] and lse [rows, Hq], float32, in host memory that the device can write."""
 
-    def made(self, rows: int, spec: AttentionSpec) -> tuple[Array, Array]:
+    def device_results(self, rows: int, spec: AttentionSpec) -> tuple[Array, Array]:
         """Allocate out [rows, Hq, Dv] and lse [rows, Hq], float32, in device memory."""
 
     def attend_there(
         self, layer: int, table: Any, q: Array, out: Array, lse: Array, spec: AttentionSpec, new: New | None
     ) -> None:
-        """Launch ``Table.attend`` with ``out`` and ``lse`` in device memory, allocated by ``made``; the device's later
-        work may read them."""
+        """Launch ``Table.attend`` with ``out`` and ``lse`` from ``device_results``; later device work may read them."""
 
     def keep(self, layer: int, k: Array, v: Array, slots: Slots) -> None:
         """Store k [T, Hkv, D] and v [T, Hkv, Dv] in ``slots`` [T], rounded to the slab's element type; all three as

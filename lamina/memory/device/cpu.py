@@ -95,7 +95,7 @@ class Cpu:
         shape = rows, spec.query_heads
         return np.empty((*shape, spec.v_dim), np.float32), np.empty(shape, np.float32)
 
-    def made(self, rows: int, spec: AttentionSpec) -> tuple[Array, Array]:
+    def device_results(self, rows: int, spec: AttentionSpec) -> tuple[Array, Array]:
         return self.results(rows, spec)
 
     def attend_there(

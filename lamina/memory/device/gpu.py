@@ -200,7 +200,7 @@ class Gpu:
         shape = rows, spec.query_heads
         return self._backend.pinned((*shape, spec.v_dim), np.float32), self._backend.pinned(shape, np.float32)
 
-    def made(self, rows: int, spec: AttentionSpec) -> tuple[Array, Array]:
+    def device_results(self, rows: int, spec: AttentionSpec) -> tuple[Array, Array]:
         shape = rows, spec.query_heads
         return self._backend.empty((*shape, spec.v_dim), np.float32), self._backend.empty(shape, np.float32)
 

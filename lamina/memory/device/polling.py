@@ -1,7 +1,7 @@
 """GPUs that poll for messages: attention is launched before its request arrives, and the GPU replies itself.
 
-Whether a GPU polls or the host does is as requested, or whichever is faster. That is measured once for each kind of GPU
-and cached (``lamina.kernels.tuning_cache``).
+The setting ``polling`` says whether the GPU or the host polls. With "auto", the faster one does, which is measured once
+for each kind of GPU and cached (``lamina.kernels.tuning_cache``).
 """
 
 import functools
@@ -145,7 +145,7 @@ class GpuPolled:
     def __init__(
         self, backend: Backend, workspaces: Workspaces, launch: Launch, slots: PolledSlots, inboxes: Inboxes
     ) -> None:
-        """``launch``: launches the GPU's attention. ``inboxes``: the GPU's inboxes."""
+        """``launch`` launches the GPU's attention."""
         self.slots = slots
         self._inboxes = inboxes
         self._backend, self._workspaces, self._launch = backend, workspaces, launch

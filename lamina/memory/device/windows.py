@@ -125,9 +125,8 @@ class Windows:
         held = np.diff(table.kv_offsets)
         left = np.maximum(table.query_start.astype(np.int64) - self.window + 1 - table.kv_start, 0)
         seen = left < held
-        first = np.minimum(
-            left, np.maximum(held - 1, 0)
-        )  # a pair with nothing inside its window keeps one token, which is masked
+        # A pair with nothing inside its window keeps one token, which is masked.
+        first = np.minimum(left, np.maximum(held - 1, 0))
         counts = held - first
         offsets = np.concatenate(([0], np.cumsum(counts)))
         indices = np.arange(offsets[-1]) + np.repeat(table.kv_offsets[:-1] + first - offsets[:-1], counts)
