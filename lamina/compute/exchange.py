@@ -214,7 +214,7 @@ class StepExchange:
             at += piece.rows * nbytes
 
     def attend_chunks(self, index: int, spec: AttentionSpec, output: SliceOutput) -> Partial | None:
-        """Attend prompt chunks to themselves, and to the tokens before them in scratch memory.
+        """Attend prompt chunks to themselves, and to the tokens before them that are in scratch memory.
 
         Returns a partial for each of their rows; None if the step has none.
         """

@@ -4,10 +4,10 @@ Slab, bookkeeping and kernels are those of a memory worker (``lamina.memory.stor
 device. ``LocalMemory`` holds the KV of requests (``--memory local``).
 
 ``Scratch`` keeps K and V of running prompts in memory of the replica that runs them, until their last chunks (Lamina,
-5.6). The chunks of such a prompt attend to the tokens before them here, and memory workers only store K and V. The
-engine says in plans which chunks these are (``lamina.schedule.scratch``). Nothing depends on scratch memory for longer
-than a step: memory workers have the same K and V, so that a prompt can continue without it. Each rank and stage has
-scratch memory for its own heads and layers.
+5.6). The chunks of such a prompt attend to these tokens here, and memory workers store K and V, and attend only to
+tokens that were computed before, such as a cached prefix. The engine says in plans which chunks these are
+(``lamina.schedule.scratch``). Nothing depends on scratch memory for longer than a step: memory workers have the same K
+and V, so that a prompt can continue without it. Each rank and stage has scratch memory for its own heads and layers.
 """
 
 import collections
@@ -15,7 +15,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ from lamina.compute.device.base import Runner
 from lamina.control.messages import MemorySetup
 from lamina.control.sockets import ControlClient
 from lamina.core.sampling import SamplingParams
+from lamina.core.segments import grown
 from lamina.core.steps import Admission, SequenceStep, StepPlan
 from lamina.core.types import Segment
 from lamina.dataplane.wire import SCRATCH
@@ -173,7 +174,7 @@ def _sharded(array: Array, count: int) -> Array:
 
 
 class ScratchShare:
-    """Stores the chunks of one step in scratch memory, and attends to the tokens before them."""
+    """Stores the chunks of one step in scratch memory, and attends to the tokens before them that are there."""
 
     def __init__(self, share: LocalShare, store: KvStore, layers: Sequence[int], ending: Sequence[int]) -> None:
         """``layers``: attentions of the worker's slices. ``ending``: sequences whose last chunk the step runs."""
@@ -215,18 +216,19 @@ class Scratch:
 
     def apply_plan(self, plan: StepPlan) -> ScratchShare | None:
         """Allocate slots for the chunks of a plan whose released prompts are forgotten; None without such chunks."""
-        chunks = [chunk for chunk in plan.chunks if chunk.scratch]
+        chunks = [chunk for chunk in plan.chunks if chunk.scratch is not None]
         if not chunks or not self._layers:
             return None
-        begun = [self._admission(chunk) for chunk in chunks if not chunk.start]
+        begun = [self._admission(chunk) for chunk in chunks if chunk.start == chunk.scratch]
         rows = StepPlan(plan.step, plan.lane, plan.turn, [], [], begun, plan.chunks, plan.decoding)
         tables = self.store.apply(rows)[0]
         ending = [chunk.sequence for chunk in chunks if chunk.draws]
         return ScratchShare(LocalShare(self.store, tables, self._partials), self.store, self._layers, ending)
 
     def _admission(self, chunk: SequenceStep) -> Admission:
-        place = Segment(chunk.sequence, SCRATCH, self.store.shards.whole, (0, None))
-        return Admission(chunk.sequence, 1, chunk.stop, [place], SamplingParams(), 0)
+        elsewhere = Segment(chunk.sequence, "", self.store.shards.whole, (0, None))
+        here = replace(elsewhere, worker=SCRATCH, tokens=(chunk.start, None))
+        return Admission(chunk.sequence, 1, chunk.stop, grown([elsewhere], here), SamplingParams(), 0)
 
     def end_epoch(self) -> None:
         """Forget all prompts: those that continue use memory workers."""

@@ -184,11 +184,11 @@ class EngineConfig:
         _scheduling(
             "Workers that attend to a prompt's earlier chunks. memory: memory workers, so that several replicas or "
             "stages can run chunks of it at once. compute: the replica that runs it, which keeps a copy of its KV "
-            "until its last chunk while memory workers only store the KV. The copies take at most a tenth of the free "
-            "memory, or half on a GPU without other KV; prompts without room use memory workers. Lanes do not rotate "
-            "over several replicas then. auto, decided at the start: compute with prefill and local memory; with "
-            "memory workers, if one replica of one stage runs all prompts, and it does not decode, or it is on GPUs "
-            "and memory workers are on CPUs."
+            "until its last chunk while memory workers store the KV and attend only to cached prefixes. The copies "
+            "take at most a tenth of the free memory, or half on a GPU without other KV; prompts without room use "
+            "memory workers. Lanes do not rotate over several replicas then. auto, decided at the start: compute with "
+            "prefill and local memory; with memory workers, if one replica of one stage runs all prompts, and it does "
+            "not decode, or it is on GPUs and memory workers are on CPUs."
         ),
     ] = "auto"
     policy: Annotated[

@@ -55,20 +55,26 @@ class SequenceStep(msgspec.Struct, array_like=True, frozen=True, gc=False):
     which a next token is drawn from the last row (several right after a prompt with n > 1 completions, none before the
     last chunk of a prompt).
 
-    ``scratch``: all tokens before this chunk of a prompt are in scratch memory of the replica that runs it, which
-    attends to them; memory workers only store the chunk (``lamina.compute.local_memory``).
+    ``scratch``: the tokens of a prompt from this position on, the chunk's own too, are in scratch memory of the replica
+    that runs it (``lamina.compute.local_memory``). The replica attends to those before the chunk; memory workers store
+    the chunk, and attend only to tokens before this position. None: no token of the prompt is in scratch memory.
     """
 
     sequence: int
     start: int
     tokens: list[int]
     draws: list[int]
-    scratch: bool = False
+    scratch: int | None = None
 
     @property
     def stop(self) -> int:
         """Position after the last token of this step."""
         return self.start + len(self.tokens)
+
+    @property
+    def before_scratch(self) -> int:
+        """Number of tokens before this step that are not in scratch memory."""
+        return self.start if self.scratch is None else self.scratch
 
 
 class DecodeRows(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -106,7 +106,7 @@ SCRATCH = "scratch"
 def attends_locally(step: SequenceStep) -> bool:
     """True for a chunk that attends to itself on the compute worker: one of several tokens, or of a prompt in scratch
     memory. Other single tokens attend to their own k and v on the memory worker."""
-    return len(step.tokens) > 1 or step.scratch
+    return len(step.tokens) > 1 or step.scratch is not None
 
 
 def check_segments(sequence: int, segments: Sequence[Segment], shards: HeadShards) -> None:
@@ -177,7 +177,8 @@ def message_rows(
     A memory worker calls it with its part of the plan, in which rows have other numbers. With several ``ranks``, the
     result describes the message of one rank, with its shards of every row. Ranks that share a shard all send K and V of
     decoded tokens with their queries, so that no rank waits for another; K and V of prompt chunks are fetched from the
-    first of them only. Chunks of prompts in scratch memory attend to no other segments than those there (``SCRATCH``).
+    first of them only. Chunks of prompts in scratch memory attend to what is there (``SCRATCH``), and on other workers
+    only to tokens before it.
     """
     queries: list[npt.NDArray[np.int64]] = []
     appends: list[npt.NDArray[np.int64]] = []
@@ -196,8 +197,10 @@ def message_rows(
             sequence, start, count, chunk = step.sequence, step.start, len(step.tokens), attends_locally(step)
             stop = start + count
             visible, place, held = start if chunk else stop, -1, segments.get(sequence, ())
-            if step.scratch != (worker == SCRATCH):  # attended to elsewhere
-                visible, held = (0, held) if step.scratch else (0, ())
+            if step.scratch is not None:
+                visible = start if worker == SCRATCH else step.scratch
+            elif worker == SCRATCH:
+                held = ()
             for segment in held:
                 if segment.worker != worker or (several and shard not in shards.shards_of(segment.heads)):
                     continue

@@ -80,7 +80,7 @@ class Lane:
                 raise AssertionError(f"step {step} of lane {planned.plan.lane} was completed before an earlier one")
         self.in_flight.remove(planned)
         for chunk in planned.plan.chunks:
-            if chunk.scratch and chunk.draws:
+            if chunk.scratch is not None and chunk.draws:
                 self.scratch.end(planned.prompted[chunk.draws[0]][0])
         return planned
 
@@ -219,7 +219,7 @@ class Lane:
                 group, completion = owner
                 lender.prompts.lend(completion, budget)
                 group.lent += 1
-                return _chunk(group, completion, budget, []), group
+                return _chunk(group, completion, budget, [], None), group
         return None
 
     def held(self, group: Group) -> dict[str, int]:
@@ -369,7 +369,7 @@ class Lane:
                     placement.free_slots(worker, tokens - kept.get(worker, 0))
 
 
-def _chunk(group: Group, completion: Completion, tokens: int, draws: list[int], scratch: bool = False) -> SequenceStep:
+def _chunk(group: Group, completion: Completion, tokens: int, draws: list[int], scratch: int | None) -> SequenceStep:
     """Return the chunk with the last ``tokens`` tokens of a completion that are in planned steps."""
     start = completion.cached - tokens
     known = group.known_tokens(completion, start, completion.cached)

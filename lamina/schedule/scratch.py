@@ -1,8 +1,9 @@
 """Decides which prompts keep K and V in scratch memory of their replica (``lamina.compute.local_memory``). Pure.
 
-A prompt may if no other request or replica has computed its first tokens, it needs more than one step, and its replica
-has room for all of it. The prompt's chunks then run on that replica, in the prompt's own lane. A prompt that runs
-elsewhere, or after the end of an epoch, continues without scratch memory: memory workers have all of its K and V.
+A prompt may if no other replica has computed its first chunk, it needs more than one step, and its replica has room for
+the tokens that it computes. A cached prefix is not copied: memory workers attend to it. The prompt's chunks then run on
+that replica, in the prompt's own lane. A prompt that runs elsewhere, or after the end of an epoch, continues without
+scratch memory: memory workers have all of its K and V.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,33 +20,35 @@ class Room:
 
     Attributes:
         tokens: how many tokens it holds.
-        kept: by prompt: the first tokens that are in scratch memory once planned steps have run.
+        kept: by prompt: the position after its last token in scratch memory, once planned steps have run.
     """
 
     tokens: int = 0
     kept: dict[Group, int] = field(default_factory=dict)
-    _reserved: dict[Group, int] = field(default_factory=dict)
+    _reserved: dict[Group, range] = field(default_factory=dict)  # positions of the tokens
 
     @property
     def used(self) -> int:
         """Tokens reserved for prompts."""
-        return sum(self._reserved.values())
+        return sum(map(len, self._reserved.values()))
 
     def holds(self, group: Group, completion: Completion) -> bool:
         """True if the next chunk of a prompt will attend to scratch memory."""
         return not group.forked and self.kept.get(group) == completion.cached
 
-    def add_chunk(self, group: Group, completion: Completion, start: int) -> bool:
-        """Reserve room for a prompt that begins. Return whether its chunk [start, cached) uses scratch memory."""
+    def add_chunk(self, group: Group, completion: Completion, start: int) -> int | None:
+        """Reserve room for a prompt that begins. Return the first token in scratch memory if its chunk [start, cached)
+        uses it, else None."""
         if not self.tokens or group.forked:
-            return False
-        begins = not start and completion.left > 0 and completion.goal <= self.tokens - self.used
+            return None
+        computed = range(group.hit, completion.goal)
+        begins = start == group.hit and completion.left > 0 and len(computed) <= self.tokens - self.used
         if group not in self.kept and begins:
-            self.kept[group], self._reserved[group] = 0, completion.goal
+            self.kept[group], self._reserved[group] = start, computed
         if self.kept.get(group) != start:
-            return False
+            return None
         self.kept[group] = completion.cached
-        return True
+        return self._reserved[group].start
 
     def end(self, group: Group) -> None:
         """Free what is reserved for a prompt, if anything is: its last chunk has run, or it is released."""

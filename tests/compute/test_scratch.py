@@ -42,10 +42,13 @@ def drawn(random: np.random.Generator, spec: AttentionSpec, rows: int) -> tuple[
 
 
 class Course:
-    """Steps of a prompt in scratch memory and of another sequence, each compared with whole attention."""
+    """Steps of a prompt in scratch memory and of another sequence, each compared with whole attention.
 
-    def __init__(self, cluster: Connected, carrier: Carrier, boundary: int | None, seed: int) -> None:
-        self.cluster, self.carrier, self.scratch = cluster, carrier, scratch()
+    The first ``cached`` tokens of the prompt are only on memory workers.
+    """
+
+    def __init__(self, cluster: Connected, carrier: Carrier, boundary: int | None, seed: int, cached: int = 0) -> None:
+        self.cluster, self.carrier, self.scratch, self.cached = cluster, carrier, scratch(), cached
         self.random = np.random.default_rng(seed)
         ends = [(NAMES[0], (0, boundary)), *([(NAMES[1], (boundary, None))] if boundary else [])]
         self.segments = {
@@ -54,11 +57,15 @@ class Course:
         }
         self.history: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
         self.lengths, self.step = [0, 0], 0
+        if cached:
+            self.run((cached, 1), keeps=False)
 
     def run(self, counts: tuple[int, int], keeps: bool = True, draws: bool = False) -> None:
         """One step with ``counts`` tokens of each sequence; ``keeps``: the prompt is in scratch memory."""
         taken = [
-            SequenceStep(each, self.lengths[each], [0] * count, [each] * draws, keeps and each == KEPT)
+            SequenceStep(
+                each, self.lengths[each], [0] * count, [each] * draws, self.cached if keeps and each == KEPT else None
+            )
             for each, count in enumerate(counts)
             if count
         ]
@@ -81,11 +88,14 @@ class Course:
             assert not thread.is_alive()
 
     def check_requests(self, plan: StepPlan) -> None:
-        """Memory workers get no q of the prompt in scratch memory: with no other sequence, requests are empty."""
+        """Memory workers attend to nothing of a prompt in scratch memory but its cached tokens: with none, and no other
+        sequence, requests are empty."""
+        kept = {chunk.sequence: chunk.scratch for chunk in plan.chunks if chunk.scratch is not None}
         for name in NAMES:
             rows = message_rows(plan, self.segments, name)
-            assert not any(one.sequence == KEPT for one in rows.attends) or not plan.chunks[0].scratch
-            if all(chunk.scratch for chunk in plan.chunks):
+            seen = [one for one in (*rows.attends, *(one for _, one in rows.further)) if one.sequence in kept]
+            assert all(one.kv_stop <= self.cached for one in seen)
+            if kept.keys() == {chunk.sequence for chunk in plan.chunks} and not seen:
                 assert not any(body_nbytes(spec, DType.FLOAT32, rows) for spec in SPECS)
 
     def compare(
@@ -110,19 +120,26 @@ class Course:
 @given(
     steps=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=5),
     boundary=st.one_of(st.none(), st.integers(1, 12)),
+    cached=st.integers(0, 15),
     which=st.sampled_from(["native", "card"]),
     seed=st.integers(0, 9),
 )
 def test_a_prompt_attends_to_scratch_memory_and_decodes_on_memory_workers(
-    steps: list[tuple[int, int]], boundary: int | None, which: str, seed: int, carriers: dict[str, Carrier]
+    steps: list[tuple[int, int]],
+    boundary: int | None,
+    cached: int,
+    which: str,
+    seed: int,
+    carriers: dict[str, Carrier],
 ) -> None:
-    """After the last chunk nothing is left in scratch memory, and the next token attends to all on memory workers."""
+    """Memory workers attend to what was cached. After the last chunk nothing is left in scratch memory, and the next
+    token attends to all on memory workers."""
     with connected(NAMES, Overlap()) as cluster:
-        course = Course(cluster, carriers[which], boundary, seed)
+        course = Course(cluster, carriers[which], boundary, seed, cached)
         for number, counts in enumerate(steps):
             course.run(counts, draws=number == len(steps) - 1)
             if number < len(steps) - 1:
-                assert course.scratch.store.slab.used == course.lengths[KEPT]
+                assert course.scratch.store.slab.used == course.lengths[KEPT] - cached
         assert course.scratch.store.slab.used == 0
         course.run((1, 1), keeps=False)
 
@@ -143,7 +160,7 @@ def test_a_stage_keeps_its_own_layers(layers: range) -> None:
     """The attentions of other stages are not allocated, and a prompt is forgotten after the stage's last one."""
     under_test, random = scratch(layers=layers), np.random.default_rng(0)
     for step, (start, draws) in enumerate([(0, []), (4, [KEPT])]):
-        plan = StepPlan(step, 0, 0, [], [], [], [SequenceStep(KEPT, start, [0] * 4, draws, True)], NOBODY)
+        plan = StepPlan(step, 0, 0, [], [], [], [SequenceStep(KEPT, start, [0] * 4, draws, 0)], NOBODY)
         share = under_test.apply_plan(plan)
         assert share is not None
         for layer in layers:
@@ -157,7 +174,7 @@ def test_a_stage_keeps_its_own_layers(layers: range) -> None:
 def test_a_released_prompt_is_forgotten_and_its_slots_are_used_again() -> None:
     under_test = scratch(capacity=6)
     for sequence in range(3):
-        plan = StepPlan(sequence, 0, 0, [], [], [], [SequenceStep(sequence, 0, [0] * 5, [], True)], NOBODY)
+        plan = StepPlan(sequence, 0, 0, [], [], [], [SequenceStep(sequence, 0, [0] * 5, [], 0)], NOBODY)
         assert under_test.apply_plan(plan) is not None
         assert under_test.store.slab.used == 5
         under_test.store.release([sequence])
@@ -174,10 +191,10 @@ def test_a_sequence_that_decodes_before_its_last_chunk_has_run_does_not_attend_t
         return StepPlan(0, 0, 0, [], [], [], list(chunks), decoding)
 
     shares = [
-        under_test.apply_plan(step(SequenceStep(KEPT, 0, [0] * 4, [], True))),
-        under_test.apply_plan(step(SequenceStep(KEPT, 4, [0] * 3, [KEPT], True))),
-        under_test.apply_plan(step(SequenceStep(OTHER, 0, [0] * 2, [], True), decoding=DecodeRows([KEPT], [7], []))),
-        under_test.apply_plan(step(SequenceStep(OTHER, 2, [0] * 2, [], True), decoding=DecodeRows([KEPT], [8], []))),
+        under_test.apply_plan(step(SequenceStep(KEPT, 0, [0] * 4, [], 0))),
+        under_test.apply_plan(step(SequenceStep(KEPT, 4, [0] * 3, [KEPT], 0))),
+        under_test.apply_plan(step(SequenceStep(OTHER, 0, [0] * 2, [], 0), decoding=DecodeRows([KEPT], [7], []))),
+        under_test.apply_plan(step(SequenceStep(OTHER, 2, [0] * 2, [], 0), decoding=DecodeRows([KEPT], [8], []))),
     ]
     assert [share.queries.tolist() for share in shares if share is not None] == [[], [0, 1, 2], [], [1, 2]]
     for share, rows in zip(shares, (4, 3, 3, 3), strict=True):

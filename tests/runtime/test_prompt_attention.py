@@ -29,6 +29,7 @@ from tests.support.sweep import sweep
 from tests.support.waiting import wait_until
 
 TOKENS, LENGTH, CHUNK = 6, 256, 24
+CACHED = 40  # tokens of a prompt that are cached when it arrives
 DRAW = random.Random(56)
 PROMPTS = [[DRAW.randrange(3, SERVED_VOCABULARY) for _ in range(size)] for size in (90, 9, 121, 203)]
 WAYS: dict[str, dict[str, Any]] = {
@@ -52,6 +53,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "segments of 40 tokens": {"kv_tokens_per_worker": 40},
     "one step at a time": {"plan_ahead": False, "lanes": 1},
 }
+SHARING = {name: way for name, way in WAYS.items() if name not in ("runs of tokens", "segments of 40 tokens")}
 FAMILIES = ("gemma2", "gpt_oss", "bloom", "deepseek_v3")
 
 
@@ -120,9 +122,27 @@ def test_tokens_equal_hugging_face(
         check_empty(engine)
     finally:
         engine.close()
-    first = {chunk.sequence for chunk in chunks if chunk.start == 0 and chunk.scratch}
+    first = {chunk.sequence for chunk in chunks if chunk.start == 0 and chunk.scratch == 0}
     assert len(first) >= 10
-    assert not [chunk for chunk in chunks if chunk.sequence in first and not chunk.scratch]
+    assert not [chunk for chunk in chunks if chunk.sequence in first and chunk.scratch is None]
+
+
+@pytest.mark.parametrize("settings", sweep(SHARING, {"pool", "apart, decoding in local memory", "ranks"}))
+def test_what_follows_a_cached_prefix_is_in_scratch_memory(
+    settings: dict[str, Any], llama: tuple[Path, list[list[int]]], chunks: list[SequenceStep]
+) -> None:
+    """Memory workers, or the memory of the replica that decodes, attend to the prefix."""
+    folder, expected = llama
+    engine = begin(folder, **settings)
+    try:
+        for n, prompt, one in ((1, PROMPTS[3], expected[3]), (2, PROMPTS[2], expected[2])):
+            run_all(engine, [prompt[:CACHED]], params())
+            chunks.clear()
+            assert tokens(run_all(engine, [prompt], params(n))) == [[one] * n]
+            assert {chunk.scratch for chunk in chunks} == {CACHED} and len(chunks) > 2
+        check_empty(engine)
+    finally:
+        engine.close()
 
 
 CPUS = replace(hardware.load()["h100"], kind="cpu")
@@ -177,12 +197,14 @@ def test_windows_sinks_and_slopes_equal_hugging_face(family: str, tmp_path: Path
     reference = write_prepared(served(family, max_position_embeddings=LENGTH), tmp_path)
     engine = begin(tmp_path, prefill="cpu:1")
     try:
+        run_all(engine, [PROMPTS[0][:CACHED]], params())
         got = tokens(run_all(engine, PROMPTS, params()))
         check_empty(engine)
     finally:
         engine.close()
     assert got == [[greedy(reference, prompt, TOKENS)] for prompt in PROMPTS]
-    assert sum(chunk.scratch and chunk.start > 0 for chunk in chunks) >= 10
+    assert sum(chunk.scratch is not None and chunk.start > 0 for chunk in chunks) >= 10
+    assert any(chunk.scratch for chunk in chunks), "no prompt began after a cached prefix"
 
 
 @pytest.mark.slow
@@ -196,7 +218,7 @@ def test_an_emulated_gpu_keeps_a_prompt_in_its_memory(tmp_path: Path, chunks: li
         check_empty(engine)
     finally:
         engine.close()
-    assert [chunk.start for chunk in chunks if chunk.scratch] == [0, CHUNK, 2 * CHUNK]
+    assert [chunk.start for chunk in chunks if chunk.scratch is not None] == [0, CHUNK, 2 * CHUNK]
 
 
 def drawn_logprobs(outputs: list[RequestOutput]) -> list[float]:
@@ -214,7 +236,7 @@ def test_rounded_kv_is_the_same_wherever_prompts_attend(kv: str, llama: tuple[Pa
     for where in ("memory", "compute"):
         engine = begin(llama[0], prompt_attention=where, kv_cache_dtype=kv)
         try:
-            outputs.append([run_all(engine, [prompt], params())[0] for prompt in PROMPTS])
+            outputs.append([run_all(engine, [one], params())[0] for one in (PROMPTS[0][:CACHED], *PROMPTS)])
         finally:
             engine.close()
     there, here = outputs
@@ -223,22 +245,39 @@ def test_rounded_kv_is_the_same_wherever_prompts_attend(kv: str, llama: tuple[Pa
     assert median(abs(one - other) for one, other in pairs) < 1e-4
 
 
-@pytest.mark.parametrize("victim", sweep(("memory0", "compute0", "compute1"), {"memory0", "compute0"}))
+@pytest.mark.parametrize(
+    "loss",
+    sweep(
+        {
+            **{name: (name, 0, "cpu:2") for name in ("memory0", "compute0", "compute1")},
+            **{f"{name}, cached prefixes": (name, CACHED, "cpu:2") for name in ("memory0", "compute0")},
+            **{f"{name}, cached prefixes, local": (name, CACHED, "local") for name in ("compute0", "compute1")},
+        },
+        {"memory0", "compute0", "memory0, cached prefixes"},
+    ),
+)
 def test_a_worker_killed_while_prompts_run_changes_no_token(
-    victim: str, llama: tuple[Path, list[list[int]]], chunks: list[SequenceStep]
+    loss: tuple[str, int, str], llama: tuple[Path, list[list[int]]], chunks: list[SequenceStep]
 ) -> None:
+    victim, cached, memory = loss
     folder, expected = llama
     workers = Killable()
-    engine = begin(folder, workers, compute="cpu:1", prefill="cpu:1", max_restarts=1)
+    engine = begin(folder, workers, compute="cpu:1", prefill="cpu:1", memory=memory, max_restarts=1)
     try:
+        if cached:
+            run_all(engine, [prompt[:cached] for prompt in PROMPTS], params())
+        chunks.clear()
         streams = Streams(engine, [(prompt, params()) for prompt in PROMPTS])
-        wait_until(lambda: any(chunk.scratch and chunk.start > CHUNK for chunk in chunks), "no prompt has begun")
+        wait_until(lambda: any(one.scratch == cached and one.start > cached for one in chunks), "no prompt has begun")
         workers.signal(victim, signal.SIGKILL)
         wait_for_recoveries(engine, 1)
         assert [[one.token_ids for one in each] for each in streams.results()] == [[one] for one in expected]
+        if memory == "local":  # where a replica that decodes has no scratch memory
+            wait_until(lambda: len(engine._members.topology.computes) == 2, f"{victim} was not replaced")
+            assert [bool(one.scratch) for one in engine._members.topology.members] == [True, False]
         chunks.clear()
         assert tokens(run_all(engine, [prompt[::-1] for prompt in PROMPTS], params())) and chunks
-        assert any(chunk.scratch for chunk in chunks)
+        assert any(chunk.scratch is not None for chunk in chunks)
         check_empty(engine)
     finally:
         engine.close()
@@ -253,7 +292,7 @@ def test_requests_aborted_in_their_prompts_free_scratch_memory(
         for number in range(6):
             chunks.clear()
             engine.submit(f"long {number}", PROMPTS[3], params(), lambda update: None)
-            wait_until(lambda: any(chunk.scratch and chunk.start for chunk in chunks), "no prompt has begun")
+            wait_until(lambda: any(one.scratch is not None and one.start for one in chunks), "no prompt has begun")
             engine.abort(f"long {number}")
         assert tokens(run_all(engine, PROMPTS, params())) == [[one] for one in expected]
         check_empty(engine)

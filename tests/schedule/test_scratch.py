@@ -59,7 +59,7 @@ def test_a_prompt_of_several_chunks_stays_in_its_lane(n: int, pipeline: Pipeline
         planned = run(made, planned, steps=1)
     found = chunks(planned, group.completions[0].sequence)
     assert [(lane, one.start) for lane, one in found] == [(group.lane, start) for start in range(0, PROMPT, ROWS)]
-    assert all(one.scratch for _, one in found)
+    assert all(one.scratch == 0 for _, one in found)
     assert group.alive and made.scheduler.scratch.used == 0
 
 
@@ -68,14 +68,14 @@ def test_a_prompt_of_one_chunk_or_without_room_uses_memory_workers() -> None:
     groups = begin(made, "short", ROWS), begin(made, "first"), begin(made, "second", PROMPT - 1)
     planned = run(made)
     short, *long = ([one.scratch for _, one in chunks(planned, group.completions[0].sequence)] for group in groups)
-    assert short == [False] and min(map(len, long)) > 1
-    assert sorted(sorted({*kept}) for kept in long) == [[False], [True]], (
-        "scratch memory holds all chunks of one prompt"
-    )
+    assert short == [None] and min(map(len, long)) > 1
+    assert [{*kept} for kept in long] in ([{None}, {0}], [{0}, {None}]), "scratch memory holds all chunks of one prompt"
     assert made.scheduler.scratch.used == 0
 
 
-def test_a_prompt_that_continues_a_cached_prefix_uses_memory_workers() -> None:
+@pytest.mark.parametrize(("spare", "keeps"), [(0, True), (-1, False)])
+def test_a_prompt_keeps_what_follows_its_cached_prefix(spare: int, keeps: bool) -> None:
+    cached = 40
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=ROWS, max_model_len=200)
     made = Turn(
         limits,
@@ -84,15 +84,18 @@ def test_a_prompt_that_continues_a_cached_prefix_uses_memory_workers() -> None:
         attentions=ATTENTIONS,
         kv_heads=2,
         prefix_cache=True,
-        scratch=[("compute0", TOKENS)],
+        scratch=[("compute0", PROMPT - cached + spare)],
     )
-    begin(made, "first", 40)
+    begin(made, "first", cached)
     run(made)
     again = begin(made, "again")
     planned = list(made.plan(0.0))
-    assert planned and not made.scheduler.scratch.used
-    found = chunks(run(made, planned), again.completions[0].sequence)
-    assert found[0][1].start > 0 and not any(one.scratch for _, one in found)
+    assert made.scheduler.scratch.used == keeps * (PROMPT - cached)
+    found = [one for _, one in chunks(run(made, planned), again.completions[0].sequence)]
+    assert [one.start for one in found] == [*range(cached, PROMPT, ROWS)]
+    assert {one.scratch for one in found} == {cached if keeps else None}
+    assert [one.before_scratch for one in found] == [cached if keeps else one.start for one in found]
+    assert not made.scheduler.scratch.used
 
 
 @pytest.mark.parametrize("preempts", [False, True])
@@ -130,8 +133,8 @@ def test_after_the_end_of_an_epoch_a_prompt_continues_without_scratch_memory() -
     other = begin(made, "1", PROMPT - 1)
     planned = run(made)
     found = chunks(planned, group.completions[0].sequence)
-    assert found[0][1].start > 0 and not any(one.scratch for _, one in found)
-    assert all(one.scratch for _, one in chunks(planned, other.completions[0].sequence))
+    assert found[0][1].start > 0 and all(one.scratch is None for _, one in found)
+    assert all(one.scratch == 0 for _, one in chunks(planned, other.completions[0].sequence))
 
 
 def test_a_prompt_that_changes_its_replica_does_not_return_to_scratch_memory() -> None:
@@ -148,7 +151,7 @@ def test_a_prompt_that_changes_its_replica_does_not_return_to_scratch_memory() -
         planned += made.plan(0.0)
     assert made.scheduler.scratch.used == PROMPT
     planned += run(made, list(made.in_flight.values()))
-    kept = [one.scratch for _, one in chunks(planned, group.completions[0].sequence)]
+    kept = [one.scratch is not None for _, one in chunks(planned, group.completions[0].sequence)]
     assert kept[0] and not kept[-1] and kept == sorted(kept, reverse=True)
     assert made.scheduler.scratch.used == 0
 
@@ -159,14 +162,13 @@ def test_a_prompt_that_returns_to_its_replica_before_it_has_run_elsewhere_uses_m
     group = begin(turn())
     (completion,) = group.completions
     completion.cached = ROWS
-    assert rooms.of_lane(0, rotates=False).add_chunk(group, completion, 0) and rooms.of_lane(0, rotates=False).holds(
-        group, completion
-    )
+    room = rooms.of_lane(0, rotates=False)
+    assert room.add_chunk(group, completion, 0) == 0 and room.holds(group, completion)
     for lane in (1, 0):
         rooms.on_dealt(lambda _, lane=lane: rooms.of_lane(lane, rotates=False))  # type: ignore[misc]
-    assert rooms.used == PROMPT and not rooms.of_lane(0, rotates=False).holds(group, completion)
+    assert rooms.used == PROMPT and not room.holds(group, completion)
     completion.cached += ROWS
-    assert not rooms.of_lane(0, rotates=False).add_chunk(group, completion, ROWS)
+    assert room.add_chunk(group, completion, ROWS) is None
     rooms.end(group)
     assert rooms.used == 0
 

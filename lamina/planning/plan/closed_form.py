@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lamina.cluster.pool import CPU
 from lamina.cluster.scratch import GPU_SHARE, PROMPTS, SHARE
@@ -83,7 +82,7 @@ BUSY = np.array([0.05, *np.linspace(0.2, 0.8, 7), 0.85, 0.9, 0.95, 0.98, 1.0])
 class PromptAttention:
     """Seconds of attention per computed prompt token, of all layers, and its load on memory workers; by batch.
 
-    In scratch memory, attention to earlier chunks is part of ``own_s``, and memory workers are not asked.
+    With scratch memory, attention to earlier chunks is part of ``own_s``, and memory workers attend to what is cached.
 
     Attributes:
         own_s: On the compute workers.
@@ -174,12 +173,13 @@ class Prompts:
         each = [np.arange(hit, n, way.chunk) for hit, n in zip(hits, self._lengths, strict=True)]
         starts = np.concatenate(each)
         sizes = np.concatenate([np.diff(one, append=n) for one, n in zip(each, self._lengths, strict=True)])
-        asks = np.repeat(self._ask_memory(compute, way, hits), [len(one) for one in each])
-        own = layers * compute.chunk_attention_seconds(sizes, np.where(asks, 0.0, starts), way.tensor_parallel)
+        most = np.repeat(self._most_elsewhere(compute, way, hits), [len(one) for one in each])
+        elsewhere = np.minimum(starts, most)
+        own = layers * compute.chunk_attention_seconds(sizes, starts - elsewhere, way.tensor_parallel)
         room = way.segment or memory.kv_tokens
-        parts = np.where(asks, np.clip(np.ceil(starts / room), 1, max(1, way.memory_workers)), 1.0)
-        prefix = layers * memory.prefix_attention_seconds(sizes, np.where(asks, starts / parts, 0.0))
-        asked = np.where(asks & (starts > 0), parts, 0.0)
+        parts = np.clip(np.ceil(elsewhere / room), 1, max(1, way.memory_workers))
+        prefix = layers * memory.prefix_attention_seconds(sizes, elsewhere / parts)
+        asked = np.where(elsewhere > 0, parts, 0.0)
         late = int(np.argsort(own + prefix)[min(len(own) - 1, int(PERCENTILE * len(own)))])
         total = sizes.sum()
         return np.array(
@@ -196,12 +196,14 @@ class Prompts:
             ]
         )
 
-    def _ask_memory(self, compute: CostModel, way: Way, hits: Floats) -> NDArray[np.bool_]:
-        """Return whether memory workers attend to the earlier chunks of each prompt, of which ``hits`` were cached."""
-        if way.kind is not Kind.OFFLOADED or not way.scratch:
-            return np.full(hits.shape, way.kind is Kind.OFFLOADED)
+    def _most_elsewhere(self, compute: CostModel, way: Way, hits: Floats) -> Floats:
+        """Return how many tokens of each prompt memory workers attend to at most, of which ``hits`` were cached."""
+        if way.kind is not Kind.OFFLOADED:
+            return np.zeros(hits.shape)
+        if not way.scratch:
+            return np.full(hits.shape, np.inf)
         room = scratch_tokens(compute, way.tensor_parallel, self._workload.longest, beside_kv=False)
-        return np.asarray((hits > 0) | (self._lengths > room))
+        return np.where(self._lengths - hits > room, np.inf, hits)
 
     # -- waiting -------------------------------------------------------------------------------------------------
 

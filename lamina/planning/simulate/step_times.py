@@ -141,8 +141,8 @@ class StepModel(_Model):
             length = len(chunk.tokens)
             rows += length
             draws += bool(chunk.draws)
-            if chunk.scratch and chunk.start:
-                chunks_s += float(self._compute.chunk_attention_seconds(length, chunk.start, self._tp))
+            if here_before := chunk.start - chunk.before_scratch:
+                chunks_s += float(self._compute.chunk_attention_seconds(length, here_before, self._tp))
             else:
                 chunks_s += self._chunk_s[length]
             own = split.get(chunk.sequence)
@@ -151,9 +151,9 @@ class StepModel(_Model):
             for place, tokens in _tokens(places, chunk.start + length):
                 if kept := tokens - before[place]:
                     more.append((place, kept * self._kept_bytes * self._memory_byte_s, 0.0, 0.0))
-            if chunk.start and not chunk.scratch:
+            if chunk.before_scratch:
                 there = length * self._asked_bytes * self._memory_byte_s
-                for place, prefix in before.items():
+                for place, prefix in _tokens(places, chunk.before_scratch):
                     if prefix:
                         asked += length
                         more.append((place, there, self._prefix_seconds(length, prefix), there))
@@ -300,16 +300,16 @@ class LocalStepModel(_Model):
             rows += length
             draws += bool(chunk.draws)
             places: Places = split[chunk.sequence].places if chunk.sequence in split else ((home, 0, None),)
-            before = dict(_tokens(places, chunk.start))
+            before, attended = (dict(_tokens(places, stop)) for stop in (chunk.start, chunk.before_scratch))
             for place, held in _tokens(places, chunk.start + length):
                 if place != own and held:
                     other = borrowed[place]
                     other.pulled += held - before[place]
-                    if before[place] and not chunk.scratch:
+                    if prefix := attended[place]:
                         other.asked += length
-                        prefix_s = self._holders[place].prefix_attention_seconds(length, before[place])
+                        prefix_s = self._holders[place].prefix_attention_seconds(length, prefix)
                         other.chunks_s += float(prefix_s) / tp
-            here_before = chunk.start if chunk.scratch else before.get(own, 0)
+            here_before = chunk.start - chunk.before_scratch + attended.get(own, 0)
             attention_s += float(cost.chunk_attention_seconds(length, here_before, tp))
         slice_s = self._slices.inner[rows] + attention_s
         shares = [self._share(place, one, slice_s) for place, one in borrowed.items()]

@@ -124,14 +124,17 @@ def test_the_chunks_of_a_long_prompt_take_what_the_simulator_says(attention: Pro
     assert (result.pools[1].busy > 0) == (attends.prefix_s[0] > 0) == (attention == "memory")
 
 
-def test_prompts_that_are_cached_or_too_long_for_scratch_memory_ask_memory_workers() -> None:
+def test_memory_workers_attend_to_cached_prefixes_and_prompts_too_long_for_scratch_memory() -> None:
     compute, memory, way = COSTS["h100"], COSTS["h20"], dataclasses.replace(WAY, chunk=2048, scratch=True)
     shared = workload.of_lengths(16_384, 1, Sessions(shared=2048))
-    prompts = Prompts(shared)
-    elsewhere = dataclasses.replace(way, scratch=False)
     cached = np.full(1, shared.reuse.most)
-    ours, theirs = (dataclasses.astuple(prompts.attention(compute, memory, one, cached)) for one in (way, elsewhere))
-    assert np.array_equal(ours, theirs) and prompts.attention(compute, memory, way, np.zeros(1)).asked[0] == 0
+    attends = Prompts(shared).attention(compute, memory, way, cached)
+    layers, chunks = compute.shape.layers, np.arange(0, 16_384 - 2048, 2048)  # computed before each chunk
+    own = layers * compute.chunk_attention_seconds(2048, chunks, way.tensor_parallel)
+    assert attends.own_s[0] * 2048 == pytest.approx(own.mean()) and attends.asked[0] == 1
+    prefix = layers * float(memory.prefix_attention_seconds(2048, 2048))
+    assert attends.prefix_s[0] * 2048 == pytest.approx(prefix)
+    assert Prompts(shared).attention(compute, memory, way, np.zeros(1)).asked[0] == 0
     large = dataclasses.replace(way, tensor_parallel=2)  # two devices that the weights nearly fill
     held = scratch_tokens(compute, 2, 10**6, beside_kv=False)
     for length, asks in ((held - 1, False), (held + 1, True)):

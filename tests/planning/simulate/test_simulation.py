@@ -208,6 +208,14 @@ def test_a_long_prompt_in_scratch_memory_attends_on_the_replica() -> None:
     assert result.ttft_s.p50 == pytest.approx(expected, rel=1e-9) and result.pools[1].busy == 0
 
 
+def test_memory_workers_attend_to_a_cached_prefix_of_a_prompt_in_scratch_memory() -> None:
+    deployment = pools(max_num_batched_tokens=512, prompt_attention="compute")
+    trace = [TracedRequest(0.0, 513, 1, ((1, 512), (2, 1)), 3), TracedRequest(10.0, 1536, 1, ((1, 512), (4, 1024)), 5)]
+    result, memory = simulate(deployment, replay(trace)), deployment.memory_cost
+    prefix = 2 * LLAMA.layers * float(memory.prefix_attention_seconds(512, 512))
+    assert result.pools[1].busy * result.seconds == pytest.approx(prefix, rel=1e-9)
+
+
 def test_a_prompt_that_scratch_memory_has_no_room_for_attends_on_memory_workers() -> None:
     """70B on two A100 leaves room for few tokens: half of what is free, and two of the longest prompts at most."""
     deployment = replace(
