@@ -150,8 +150,8 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     """
     gather, local = Gather(control, workers, on_progress), plan.with_slabs
     with tempfile.TemporaryDirectory(prefix="lamina-") as folder:
-        for number, name in enumerate(plan.computes):
-            control.send([name], part_setup(plan, number, plan.greetings[name], folder, name in local))
+        for number, (name, pool) in enumerate(plan.pools.items()):
+            control.send([name], part_setup(plan, number, plan.greetings[name], folder, pool))
         loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
     plan = _without_impossible_rotation(plan, len(loaded.attentions) + 1)
     if plan.pipeline.stages > 1:
@@ -188,7 +188,8 @@ def _scratch(
     control: ControlServer, plan: ClusterPlan, loaded: ModelLoaded, holders: Sequence[str]
 ) -> Conversation[dict[str, int]]:
     """Return the tokens of each compute worker's scratch memory. ``holders``: Workers that get slabs afterwards."""
-    greetings, slabs = {name: plan.greetings[name] for name in plan.computes}, [plan.greetings[one] for one in holders]
+    greetings = {name: plan.greetings[name] for name, pool in plan.pools.items() if plan.has_scratch(pool)}
+    slabs = [plan.greetings[one] for one in holders]
     return make_scratch(control, plan, loaded, greetings, slabs, kv_wanted(plan, slabs))
 
 

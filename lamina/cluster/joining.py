@@ -196,7 +196,7 @@ def check_same_model(plan: ClusterPlan, first: ModelLoaded, other: ModelLoaded, 
         )
 
 
-def part_setup(plan: ClusterPlan, number: int, hello: Hello, folder: str, local: bool) -> ComputeSetup:
+def part_setup(plan: ClusterPlan, number: int, hello: Hello, folder: str, pool: Pool) -> ComputeSetup:
     """Return the setup message of a compute worker.
 
     Args:
@@ -204,14 +204,15 @@ def part_setup(plan: ClusterPlan, number: int, hello: Hello, folder: str, local:
         number: Number of the worker, counted over all replicas that are set up together.
         hello: The worker's greeting.
         folder: Folder on the engine's machine, in which the ranks of each stage share a rendezvous file.
-        local: Whether the worker holds KV of requests.
+        pool: Pool of the worker.
     """
     ranks, stages = plan.pipeline.ranks, plan.pipeline.stages
     stage, rank = divmod(number, ranks)
     return msgspec.structs.replace(
         plan.compute_setup,
         threads=plan.threads("compute", hello),
-        local=local,
+        local=plan.has_slab(pool),
+        scratch=plan.has_scratch(pool),
         meeting=f"{folder}/stage{stage}",
         rank=rank,
         ranks=ranks,
@@ -243,8 +244,9 @@ def prepare_workers(
     has_slab = plan.has_slab(pool)
     scratch = dict[str, int]()
     if role == "compute":
-        yield from _load(control, fabric, [(name, greeted[name]) for name in names], has_slab)
-        scratch = yield from _scratch(control, fabric, greeted, has_slab, promised)
+        yield from _load(control, fabric, [(name, greeted[name]) for name in names], pool)
+        if plan.has_scratch(pool):
+            scratch = yield from _scratch(control, fabric, greeted, has_slab, promised)
         setup = local_setup(setup)
     members = list[Member]()
     given = untouched_bytes(plan, fabric.loaded, scratch, greeted)  # by host: bytes of memory allocated here
@@ -281,13 +283,13 @@ def _scratch(
 
 
 def _load(
-    control: ControlServer, fabric: Fabric, greeted: Sequence[tuple[str, Hello]], has_slab: bool
+    control: ControlServer, fabric: Fabric, greeted: Sequence[tuple[str, Hello]], pool: Pool
 ) -> Conversation[None]:
     """Have the compute workers of a replica load the model. Raises ConfigError if one has loaded another model."""
     plan, names = fabric.plan, [name for name, _ in greeted]
     with tempfile.TemporaryDirectory(prefix="lamina-") as folder:
         for number, (name, hello) in enumerate(greeted):
-            control.send([name], part_setup(plan, number, hello, folder, has_slab))
+            control.send([name], part_setup(plan, number, hello, folder, pool))
         loaded: dict[str, ModelLoaded] = yield Ask(ModelLoaded, names, LOAD_TIMEOUT_S)
     for name, hello in greeted:
         check_same_model(plan, fabric.loaded, loaded[name], name, hello.machine)

@@ -32,16 +32,16 @@ def make_scratch(
     """Have compute workers that have loaded the model allocate their scratch memory.
 
     Args:
-        greetings: First message of each of these workers.
+        greetings: First message of each of these workers; empty if the cluster has no scratch memory.
         holders: First messages of the workers with slabs.
         taken: Returns the bytes that slabs will take of the free memory where a worker runs.
 
     Returns:
-        By worker, the tokens that its scratch memory holds; empty if the cluster has no scratch memory.
+        By worker, the tokens that its scratch memory holds.
 
     Raises ConfigError.
     """
-    if not plan.compute_setup.scratch:
+    if not greetings:
         return {}
     names, setup = list(greetings), _setup(plan, loaded)
     limits, lanes = plan.limits, plan.pipeline.lanes

@@ -223,15 +223,24 @@ class ClusterPlan:
             return True
         return self.compute_setup.local and not (pool == "prefill" and self.pipeline.one_way)
 
+    def has_scratch(self, pool: Pool) -> bool:
+        """Return whether compute workers of a pool get scratch memory.
+
+        Workers that only decode would take it from the KV of requests, and get none.
+        """
+        only_decodes = pool == "compute" and self.pipeline.prefill > 0
+        return self.compute_setup.scratch and not (only_decodes and self.has_slab(pool))
+
+    @property
+    def pools(self) -> dict[str, Pool]:
+        """The pool of each compute worker, by number."""
+        prefills = self.pipeline.prefill * self.pipeline.workers
+        return {name: "prefill" if number < prefills else "compute" for number, name in enumerate(self.computes)}
+
     @property
     def with_slabs(self) -> list[str]:
         """Names of the compute workers that hold the KV of requests."""
-        prefills = self.pipeline.prefill * self.pipeline.workers
-        return [
-            name
-            for number, name in enumerate(self.computes)
-            if self.has_slab("prefill" if number < prefills else "compute")
-        ]
+        return [name for name, pool in self.pools.items() if self.has_slab(pool)]
 
     @property
     def memories(self) -> list[str]:

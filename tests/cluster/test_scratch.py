@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lamina.cluster.joining import part_setup
 from lamina.cluster.scratch import kv_wanted, scratch_bytes, scratch_tokens, untouched_bytes
 from lamina.cluster.sizing import ClusterPlan, cluster_plan
 from lamina.cluster.slabs import with_capacities, without_reserved
@@ -52,6 +53,25 @@ def test_by_itself_where_one_replica_runs_all_prompts_and_attention_disturbs_oth
     computes: list[str], memories: list[str], settings: dict[str, Any], keeps: bool
 ) -> None:
     assert plan(computes, memories, **settings).compute_setup.scratch == keeps
+
+
+@pytest.mark.parametrize(
+    ("memories", "settings", "prefill", "compute"),
+    [
+        ([], {"prefill": "cpu:1"}, True, False),
+        (["cpu"], {"prefill": "cpu:1"}, True, True),  # holds no other KV, and may change its role
+        ([], {"prefill": "cpu:1", "prompt_attention": "memory"}, False, False),
+        (["cpu"], {"prompt_attention": "compute"}, True, True),
+    ],
+)
+def test_replicas_that_only_decode_get_none_beside_kv(
+    memories: list[str], settings: dict[str, Any], prefill: bool, compute: bool
+) -> None:
+    made = plan(["cpu"] * 2, memories, **settings)
+    assert (made.has_scratch("prefill"), made.has_scratch("compute")) == (prefill, compute)
+    numbered = enumerate(made.pools.items())
+    setups = [part_setup(made, number, made.greetings[name], "", pool) for number, (name, pool) in numbered]
+    assert [one.scratch for one in setups] == [made.has_scratch(pool) for pool in made.pools.values()]
 
 
 def sized(

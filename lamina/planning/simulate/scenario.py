@@ -364,10 +364,12 @@ def scratch_of(
     named = {f"memory{index}": kind for index, kind in enumerate(memories)}
     if not uses_scratch(config, pipeline, {"compute": computes, "memory": named}):
         return [0] * len(holders)
-    besides = [local and not (deployment.one_way and replica < pipeline.prefill) for replica in range(len(holders))]
+    beside_kv = local and not deployment.one_way
     return [
-        scratch_tokens(one.compute_cost, one.group, longest, beside_kv, one.reserved_bytes if local else 0.0)
-        for one, beside_kv in zip(holders, besides, strict=True)
+        0  # only decodes, beside KV
+        if local and replica >= pipeline.prefill
+        else scratch_tokens(one.compute_cost, one.group, longest, beside_kv, one.reserved_bytes if local else 0.0)
+        for replica, one in enumerate(holders)
     ]
 
 

@@ -130,5 +130,28 @@ def test_chunks_of_a_prompt_apart_attend_in_scratch_memory_which_leaves_less_for
     assert times["memory"] != pytest.approx(times["compute"], rel=1e-3)
     for way, held in zip(named, (2 * 1027, 2 * 1027, 0), strict=True):
         topology = Simulation(ways[way], requests, [], 0)._topology
-        assert [member.scratch for member in topology.members] == [held, held]
-        assert topology.capacities["compute1"] == deployment.kv_tokens - held
+        assert [member.scratch for member in topology.members] == [held, 0]
+        assert topology.capacities["compute1"] == deployment.kv_tokens
+
+
+def test_a_cached_prefix_is_attended_to_where_it_lies_and_the_rest_in_scratch_memory() -> None:
+    """By hand: the first 512 tokens of the second prompt are in the memory of the replica that decodes."""
+    deployment = replicas(1, prefill=CATALOGUE["h100"], prefill_workers=1, max_num_batched_tokens=512)
+    first, second = deployment.prompts_alone.compute_cost, deployment.compute_cost
+    there, back = ([float(one.wire_seconds(512 * nbytes)) for one in (first, second)] for nbytes in (ASKED, ASKED))
+    pulling = max(float(one.wire_seconds(512 * KEPT)) for one in (first, second))
+    prefix = float(second.prefix_attention_seconds(512, 512))
+
+    def step(start: int) -> float:
+        chunk = float(first.chunk_attention_seconds(512, start - 512))
+        later = max(0.0, pulling - float(first.slice_seconds(512)) - chunk)
+        asked = sum(there) + later + prefix + max(back) + second.fits.runtime.round_trip_s
+        return dense(deployment.prompts_alone, 512) + LLAMA.layers * max(chunk, asked)
+
+    shared = (1, 512)
+    trace = [
+        TracedRequest(0.0, 512 + 1, 2, (shared, (2, 1)), 3),
+        TracedRequest(10.0, 3 * 512, 2, (shared, (4, 1024)), 5),
+    ]
+    result = simulate(deployment, replay(trace))
+    assert result.log.first_s[1] - 10.0 == pytest.approx(step(512) + step(1024), rel=1e-9)
