@@ -51,7 +51,7 @@ def shard(captured: Capture, rank: Rank) -> tuple[Capture, Mapping[str, Part]]:
     return _Writer(_Plan(captured, rank)).build()
 
 
-def heads_of(query_heads: int, kv_heads: int, rank: Rank) -> tuple[Indices, Indices]:
+def _heads_of(query_heads: int, kv_heads: int, rank: Rank) -> tuple[Indices, Indices]:
     """Return the query heads and the KV heads of a rank. With more ranks than KV heads, ranks share a KV head.
 
     Raises UnsupportedModelError.
@@ -99,7 +99,7 @@ class _Plan:
         """Return the query heads and KV heads of a rank, this one by default."""
         query, key = (shape(node) for node in attention.args[:2])
         assert query is not None and key is not None
-        return heads_of(query[1], key[1], rank or self.rank)
+        return _heads_of(query[1], key[1], rank or self.rank)
 
     def _block(self, size: int, rank: Rank | None = None) -> Indices:
         rank = rank or self.rank

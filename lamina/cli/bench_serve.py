@@ -89,7 +89,7 @@ def serve(
     fields = {"model": model or first_model(base, headers)} | ({"ignore_eos": True} if ignore_eos else {})
     if client == "guidellm":
         load, files = (requests, rate, timeout), {"json": json_file, "html": html_file}
-        run_guidellm(guidellm_scenario(base, fields, api_key, tokenizer, load, (turns, prompt, output), files))
+        _run_guidellm(_guidellm_scenario(base, fields, api_key, tokenizer, load, (turns, prompt, output), files))
         return
     with counting_progress("Requests", sum(len(one.turns) for one in planned)) as on_progress:
         count = 0
@@ -131,7 +131,7 @@ def _plan(
     return conversations(arrivals(requests, rate, burst, seed), *shape)
 
 
-def guidellm_scenario(
+def _guidellm_scenario(
     base: str,
     fields: Mapping[str, Any],
     api_key: str | None,
@@ -166,7 +166,7 @@ def guidellm_scenario(
     return {"spec": spec}
 
 
-def run_guidellm(wanted: Mapping[str, Any]) -> None:
+def _run_guidellm(wanted: Mapping[str, Any]) -> None:
     """Run GuideLLM with a scenario; its output goes where this program's goes.
 
     Raises ConfigError if it is not installed, LaminaError if it fails.

@@ -104,14 +104,14 @@ def split(
         config = load_config(place)
         result = split_model(config, resolve_dtype(config, "auto" if dtype == "auto" else DType(dtype)))
     if format is Format.TABLE and output is None:
-        print_table(render_table(result))
+        print_table(_render_table(result))
         return
     if format is Format.TABLE:
         from rich.console import Console
 
         console = Console(width=FILE_COLUMNS, color_system=None)
         with console.capture() as capture:
-            console.print(render_table(result))
+            console.print(_render_table(result))
         text = capture.get()
     else:
         from lamina.splitter import describe
@@ -123,7 +123,7 @@ def split(
         output.write_text(text)
 
 
-def render_table(model: "SplitModel") -> "Table":
+def _render_table(model: "SplitModel") -> "Table":
     """Return the split as a table: one row per group of identical slices; totals and context are in the caption."""
     from rich.table import Table
 

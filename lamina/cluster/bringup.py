@@ -169,7 +169,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         threads = plan.threads("compute" if name in local else "memory", plan.greetings[name])
         own = local_setup(setup) if name in local else setup
         control.send([name], msgspec.structs.replace(own, capacity=capacity, threads=threads))
-    fabric = fabric_of(workers, plan, loaded, setup)
+    fabric = _fabric_of(workers, plan, loaded, setup)
     gather.all(SlabReady, holders, LOAD_TIMEOUT_S)
     for name in {hello.host: name for name, hello in plan.greetings.items()}.values():
         converse(gather, read_clock(control, fabric, name))
@@ -237,7 +237,7 @@ def _links(plan: ClusterPlan) -> int:
     return max(1, len(plan.greetings) - 1)
 
 
-def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup) -> Fabric:
+def _fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup) -> Fabric:
     """Return the fabric of a plan whose workers have sent their greetings."""
     pipeline, rows = plan.pipeline, plan.compute_setup.rows
     may_move = any(one.rotates for one in (pipeline.first_arrangement, *pipeline.choices))
@@ -325,7 +325,7 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
     Raises TransportError if a role has no worker left, or workers do not answer.
     """
     plan = _without_impossible_rotation(plan, len(saved.loaded.attentions) + 1)
-    fabric = fabric_of(workers, plan, saved.loaded, saved.memory_setup)
+    fabric = _fabric_of(workers, plan, saved.loaded, saved.memory_setup)
     before, last = saved.topology, saved.topology.epoch
     before = msgspec.structs.replace(before, epoch=Epoch(last.incarnation + 1, last.number))
     reports: dict[str, Recalled] | None = None

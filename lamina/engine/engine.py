@@ -56,7 +56,7 @@ RECALL_S = 30.0  # for requests of an earlier engine to come again, until their 
 MOST_COMMANDS = 256  # run in one turn, so that one client's many requests do not delay the others' tokens
 
 
-def new_thread(run: Callable[[], None]) -> threading.Thread:
+def _new_thread(run: Callable[[], None]) -> threading.Thread:
     return threading.Thread(target=run, name="lamina-engine", daemon=True)
 
 
@@ -79,7 +79,7 @@ class Engine:
         cluster: Cluster,
         on_trace: Sequence[OnTrace] = (),
         save: Save = lambda topology, wanted: None,
-        thread: Callable[[Callable[[], None]], threading.Thread] = new_thread,
+        thread: Callable[[Callable[[], None]], threading.Thread] = _new_thread,
     ) -> None:
         """Start the engine of a running cluster. ``close`` ends both and passes the workers' spans to ``on_trace``.
 

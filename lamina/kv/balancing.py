@@ -267,7 +267,7 @@ def _per_second(sequences: float, step_s: float) -> float:
 LEAST_SWAP = 16  # tokens of the smallest debt in a cycle that is cleared, and of the smallest move that clears it
 
 
-def clear_cycles(view: View, free: dict[str, int], used: set[tuple[str, str]]) -> list[Proposal]:
+def _clear_cycles(view: View, free: dict[str, int], used: set[tuple[str, str]]) -> list[Proposal]:
     """Return moves of tokens back home along cycles of debt: each worker in a cycle gets slots back (DGFM).
 
     If all workers of a cycle are full, but for a few slots on one, its tokens come home first, and the slots that they
@@ -325,7 +325,7 @@ class ByDebt:
         short = {one: None for one, load in view.loads.items() if load.free < SHORT * load.capacity}
         self._short = {one: None for one in self._short if one in short} | short
         free, used = {one: load.free for one, load in view.loads.items()}, set[tuple[str, str]]()
-        back = [*clear_cycles(view, free, used), *recalls(view, free, used)]
+        back = [*_clear_cycles(view, free, used), *recalls(view, free, used)]
         return [*back, *self._borrow(view, free, back)][:MOST_PROPOSALS]
 
     def _borrow(self, view: View, free: dict[str, int], back: Sequence[Proposal]) -> list[Proposal]:

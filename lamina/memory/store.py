@@ -180,7 +180,7 @@ class KvStore:
         else:
             appended = self.slab.extend([segment for segment, _ in kept], [count for _, count in kept])
         cut = pieces(rows, self._overlap)
-        new = [] if self._by_part else appended_rows(rows, cut)
+        new = [] if self._by_part else _appended_rows(rows, cut)
         tables = tuple(self._tables(rows.attends[piece.first : piece.last], new) for piece in cut)
         further = tuple(self._further(rows, piece) for piece in cut) if rows.further else ((),) * len(cut)
         inline, pulled = appended[: len(rows.appends)], appended[len(rows.appends) :]
@@ -315,7 +315,7 @@ def _as_it_is(array: Array) -> Array:
     return array
 
 
-def appended_rows(rows: MessageRows, pieces: tuple[Piece, ...]) -> list[int]:
+def _appended_rows(rows: MessageRows, pieces: tuple[Piece, ...]) -> list[int]:
     """Return, for each of ``rows.attends``, the row of the message's k and v that belongs to its only query, or -1.
 
     Empty unless the message has one piece and every row of its k and v belongs to such a query, as in decode steps.

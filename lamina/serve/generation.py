@@ -68,7 +68,7 @@ class Generation:
         """Return the complete answer; cancel the engine's requests and raise ClientDisconnect if the client leaves."""
         gathered: dict[int, RequestUpdate] = {}
         try:
-            await unless_disconnected(request, self._read_all(gathered))
+            await _unless_disconnected(request, self._read_all(gathered))
         finally:
             self._outputs.close()
             self.timing.flush()
@@ -224,12 +224,12 @@ class Intake:
         work = asyncio.get_running_loop().run_in_executor(executor, function, body)
         del body
         try:
-            return await unless_disconnected(request, work)
+            return await _unless_disconnected(request, work)
         except RecursionError:
             raise APIError(400, "the body is nested too deeply") from None
 
 
-async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
+async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     """Return the result of ``work``; if the client leaves first, cancels it and raises ClientDisconnect."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(request))

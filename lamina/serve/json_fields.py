@@ -105,14 +105,14 @@ def decode_body(kind: type[S], raw: bytes, without_effect: Collection[str]) -> t
 
 def decode_plain(raw: bytes) -> Any:
     """Decode a small value; floats such as 1.0 become integers."""
-    return whole_numbers(msgspec.json.decode(raw))
+    return _whole_numbers(msgspec.json.decode(raw))
 
 
-def whole_numbers(value: Any) -> Any:
+def _whole_numbers(value: Any) -> Any:
     """Return ``value`` with integers for floats such as 1.0, also in lists: JSON has one kind of numbers."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    return [whole_numbers(each) for each in value] if isinstance(value, list) else value
+    return [_whole_numbers(each) for each in value] if isinstance(value, list) else value
 
 
 def _why(error: Exception) -> str:
@@ -229,7 +229,7 @@ def _decode_prompts(raw: bytes) -> Any:
     except msgspec.ValidationError as error:
         if "got `float`" not in str(error):
             raise
-        return msgspec.convert(whole_numbers(numbers.decode(raw)), tokens.type)
+        return msgspec.convert(_whole_numbers(numbers.decode(raw)), tokens.type)
 
 
 MOST_MESSAGES = 16_384

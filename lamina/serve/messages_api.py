@@ -180,7 +180,7 @@ class AnthropicError(APIError):
 
     def body(self) -> Json:
         """Return the error's JSON."""
-        return error_body(self)
+        return _error_body(self)
 
 
 @contextlib.contextmanager
@@ -201,7 +201,7 @@ def in_form_of(path: str, error: APIError) -> APIError:
     return AnthropicError(error.status, str(error), code=error.code, headers=error.headers)
 
 
-def error_body(error: APIError) -> Json:
+def _error_body(error: APIError) -> Json:
     """Return an error in Anthropic's form."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
     kinds |= {429: "rate_limit_error", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
@@ -232,7 +232,7 @@ class MessagesWriter(BlockWriter):
         return last + _named({"type": "message_stop"})
 
     def fail_stream(self, error: APIError) -> bytes:
-        return _named(error_body(error))
+        return _named(_error_body(error))
 
     def whole(self, usage: Usage) -> Json:
         content = [self._content(block) for block in self.blocks]

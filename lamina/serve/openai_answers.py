@@ -113,7 +113,7 @@ class ChatWriter(CompletionWriter):
         return b"]," + msgspec.json.encode({**self._of_prompt, "usage": self.counts(usage)})[1:]
 
     def choice(self, piece: Piece) -> Json:
-        found = chat_delta(self._readers[piece.choice].read_tokens(piece.texts, piece.rest, last=True))
+        found = _chat_delta(self._readers[piece.choice].read_tokens(piece.texts, piece.rest, last=True))
         if self._wanted.prompt_logprobs and piece.choice == 0:
             self._of_prompt["prompt_logprobs"] = _prompt_logprobs(piece)
         message: Json = {
@@ -129,7 +129,7 @@ class ChatWriter(CompletionWriter):
 
     def delta(self, piece: Piece) -> Json | None:
         ends = piece.finish_reason is not None
-        found = chat_delta(self._readers[piece.choice].read_tokens(piece.texts, piece.rest, ends))
+        found = _chat_delta(self._readers[piece.choice].read_tokens(piece.texts, piece.rest, ends))
         if "tool_calls" in found:
             self._calling.add(piece.choice)
         if not found and piece.logprobs is None and piece.finish_reason is None and not self._wanted.token_ids:
@@ -147,7 +147,7 @@ class ChatWriter(CompletionWriter):
         }
 
 
-def chat_delta(events: Iterable[Event]) -> Json:
+def _chat_delta(events: Iterable[Event]) -> Json:
     """Return the fields of a delta that has these events; calls that begin have an id."""
     delta: Json = {}
     calls: dict[int, Json] = {}

@@ -228,7 +228,7 @@ def interface(app: FastAPI, engine: Runtime) -> Schema:
         schemas["Error"] = _ERROR_SCHEMA
         schemas["MessagesError"] = _MESSAGES_ERROR_SCHEMA
         for path, kind in ((COMPLETIONS_PATH, CompletionBody), (CHAT_PATH, ChatBody)):
-            schemas[kind.__name__], parts = body_schema(kind, engine)
+            schemas[kind.__name__], parts = _body_schema(kind, engine)
             schemas.update(parts)
             content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
             operation = schema["paths"][path]["post"]
@@ -272,7 +272,7 @@ _ANSWER = {
 }
 
 
-def body_schema(kind: type[Body], engine: Runtime) -> tuple[Schema, Schema]:
+def _body_schema(kind: type[Body], engine: Runtime) -> tuple[Schema, Schema]:
     """Return the JSON schema of a body, and the schemas that it refers to, by name."""
     types = {name: hint for name, hint in field_types(kind).items() if name not in _WHOLE}
     if "tools" in kind.large:

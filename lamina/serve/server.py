@@ -183,14 +183,14 @@ async def serve_in_loop(
 ) -> None:
     """Serve in the running event loop. ``owner``: the process to stop the server in; None: this one."""
     server = make_server(engine, on_ready, owner, config)
-    with no_old_garbage():
+    with _no_old_garbage():
         await server.serve(sockets=[listener])
     if server.died is not None:
         raise EngineDeadError(f"the engine has stopped: {first_line(server.died)}. Start the server again")
 
 
 @contextlib.contextmanager
-def no_old_garbage() -> Iterator[None]:
+def _no_old_garbage() -> Iterator[None]:
     """Collect no garbage among the objects that exist now: a scan stops every answer for a third of a second."""
     gc.freeze()
     try:

@@ -135,7 +135,7 @@ class Tracing:
             if status:  # else the client has left before an answer
                 span.set_attribute("http.response.status_code", status)
             if generation is not None:
-                span.set_attributes(attributes_of(generation))
+                span.set_attributes(_attributes_of(generation))
                 status = generation.failed or status
             if status >= 400:
                 span.set_attribute("error.type", str(status))
@@ -144,7 +144,7 @@ class Tracing:
             span.end()
 
 
-def attributes_of(generation: "Generation") -> dict[str, Any]:
+def _attributes_of(generation: "Generation") -> dict[str, Any]:
     """Return the ``gen_ai`` attributes of a request's parameters and its answer so far."""
     wanted, params, usage = generation.wanted, generation.wanted.params, generation.usage
     first_s = generation.timing.first_token_s

@@ -114,7 +114,7 @@ class ChatTemplate:
         if isinstance(messages, str):
             raise RequestError('messages is a text; give a list such as [{"role": "user", "content": "..."}]')
         for index, message in enumerate(messages):
-            check_message(index, message)
+            _check_message(index, message)
         if not messages:
             raise RequestError("messages is empty; give at least one message")
         if continue_final_message:
@@ -283,7 +283,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning. As in transformers, templates find it under each of the first two."""
 
 
-def check_message(index: int, message: Mapping[str, Any]) -> None:
+def _check_message(index: int, message: Mapping[str, Any]) -> None:
     """Raise RequestError if a message is malformed. ``index``: its place in the conversation."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"messages[{index}] is {message!r}; give an object with a string role and content")

@@ -105,7 +105,7 @@ def forced_calls(
     Raises:
         RequestError: there is no such tool.
     """
-    schema = forced_schema(tools, choice, parallel)
+    schema = _forced_schema(tools, choice, parallel)
     if schema is None:
         return None
     if form.channels:
@@ -133,7 +133,7 @@ def _require_parameters(function: Mapping[str, Any]) -> None:
         raise RequestError(f"tools: the parameters of {function['name']!r}: {fault}") from error
 
 
-def forced_schema(tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> dict[str, Any] | None:
+def _forced_schema(tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> dict[str, Any] | None:
     """Return the JSON schema of calls that the model must make; None if it need not call anything.
 
     For a named tool, that is the schema of its arguments; for "required", a list of calls, of one if not ``parallel``.

@@ -35,7 +35,7 @@ def attend_chunks(
     return torch.cat(outs), torch.cat(lses)
 
 
-def fits_fused(spec: AttentionSpec, rows: int, start: int) -> bool:
+def _fits_fused(spec: AttentionSpec, rows: int, start: int) -> bool:
     """Return whether torch's fused causal kernels can compute a chunk's attention."""
     plain = not spec.softcap and spec.alibi_slopes is None and (spec.window == 0 or spec.window >= rows)
     in_one = spec.chunk == 0 or start // spec.chunk == (start + rows - 1) // spec.chunk
@@ -47,7 +47,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, start: int, spec: AttentionSpec, fu
     group = spec.query_heads // spec.kv_heads
     q, k, v = (each.transpose(0, 1) for each in (q, k, v))  # heads first
     k, v = (each.repeat_interleave(group, 0) for each in (k, v))
-    found = fused(q[None], k[None], v[None], spec.scale) if fits_fused(spec, q.shape[1], start) else None
+    found = fused(q[None], k[None], v[None], spec.scale) if _fits_fused(spec, q.shape[1], start) else None
     if found is not None:
         out, lse = found
         return out[0].transpose(0, 1).float(), lse[0].transpose(0, 1)

@@ -39,7 +39,7 @@ class Cuda:
     def __init__(self, index: int) -> None:
         """Raises ConfigError if torch cannot use the GPU."""
         set_up_cuda()
-        require_torch(index)
+        _require_torch(index)
         self.place = torch.device("cuda", index)
         torch.cuda.set_device(self.place)
         self._stream = torch.cuda.Stream(self.place)  # type: ignore[no-untyped-call]
@@ -186,7 +186,7 @@ def _register(at: int, nbytes: int) -> None:
         raise TransportError(f"CUDA does not register {nbytes} bytes for messages (error {error})")
 
 
-def require_torch(index: int) -> None:
+def _require_torch(index: int) -> None:
     """Raises ConfigError with what was found, unless torch can run slices on GPU ``index``."""
     found = f"PyTorch {torch.__version__}"
     remedy = "install a PyTorch with CUDA, or use --compute cpu:1"

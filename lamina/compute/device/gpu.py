@@ -146,7 +146,7 @@ class GpuRunner(GpuCarrier):
         self._fusion = Fusion(kit) if reduce is None else None
 
     def reserve(self, rows: int, draws: int, shards: int) -> None:
-        rehearse(self, rows, draws, shards)
+        _rehearse(self, rows, draws, shards)
 
     def padded(self, rows: int) -> int:
         return padded_rows(rows)
@@ -277,7 +277,7 @@ COSTLIEST = SamplingParams(top_p=0.5, top_k=0, min_p=1e-9, repetition_penalty=1.
 """Sampling parameters with which drawing a token needs most memory."""
 
 
-def rehearse(runner: Runner, rows: int, draws: int, shards: int) -> None:
+def _rehearse(runner: Runner, rows: int, draws: int, shards: int) -> None:
     """Run steps of every size up to ``rows`` on zeros before the first request, to warm up a GPU.
 
     Afterwards, slices and transfers of decode steps are recorded for every number of rows, libraries are loaded, and

@@ -130,7 +130,7 @@ class Interpreter:
     def _run(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         import triton.language as tl
 
-        match_gpus()
+        _match_gpus()
         _replace_language()
         for argument in arguments:
             if isinstance(argument, np.ndarray) and not (
@@ -142,11 +142,11 @@ class Interpreter:
                 )
         kernel = getattr(importlib.import_module(f"lamina.kernels.gpu.{program.module}"), program.kernel)
         with RUNNING:
-            kernel[grid](*map(as_tensor, arguments, program.types), **constants(program, tl))
+            kernel[grid](*map(_as_tensor, arguments, program.types), **constants(program, tl))
 
 
 @functools.cache
-def match_gpus() -> None:
+def _match_gpus() -> None:
     """Make the interpreter compute what GPUs do.
 
     It keeps bfloat16 as uint16, takes those bits for numbers in products and casts from integers, and truncates to
@@ -201,7 +201,7 @@ def constants(program: Program, language: Any) -> dict[str, Any]:
     }
 
 
-def as_tensor(argument: Any, name: str) -> Any:
+def _as_tensor(argument: Any, name: str) -> Any:
     """Return an argument of a kernel as the interpreter reads it: an array as a tensor, since numpy has no bfloat16.
 
     ``name``: Triton's name of the argument's type; "*" marks an array.
