@@ -80,8 +80,6 @@ ROUNDS = 5
 
 def entry() -> dict[str, float | str]:
     """Measure a catalogue entry, in the units of ``hardware.toml``. Takes a few seconds and 1 GiB of memory."""
-    import psutil
-
     cores = len(os.sched_getaffinity(0))
     copied = _copy_bytes_s() / 1e9
     clock = psutil.cpu_freq()
