@@ -20,7 +20,7 @@ from lamina.text.tokenizer import Tokenizer
 MOST_GRAMMARS = 128
 """Grammars whose compiled form a worker keeps."""
 MASKED_IN_PLACE = 1 << 20
-"""Scores whose masks this thread computes itself: to wake others, and wait for them, takes longer."""
+"""Up to so many scores, this thread computes the masks itself: waking other threads would take longer."""
 
 
 class Constraint:

@@ -39,7 +39,7 @@ class ServerConfig:
     ] = None
     api_key_file: Annotated[
         str | os.PathLike[str] | None,
-        _network("File of keys that clients must send, one a line. Lines with # are comments."),
+        _network("File of keys that clients must send, one a line. Lines that begin with # are comments."),
     ] = None
     ssl_certfile: Annotated[
         str | os.PathLike[str] | None, _network("File of the TLS certificate, for HTTPS. It has the chain.")

@@ -73,7 +73,7 @@ class SlotCredits:
 
     def __init__(self, slots: int, first: int) -> None:
         self.used, self.freed = [first] * slots, [first] * slots
-        self._booked: dict[int, int] = {}  # the lanes that use slots without credits
+        self._booked: dict[int, int] = {}  # by slot: the lane that has booked it
 
     def record_freed(self, uses: Sequence[int]) -> None:
         """Record how often slots have been freed; an earlier number than known changes nothing."""

@@ -105,12 +105,12 @@ def _bounds(table: SegmentTable, pair: int, spec: AttentionSpec) -> tuple[npt.ND
 
 
 def _products(seen: int, spec: AttentionSpec) -> int:
-    """Multiplications for this many (row, token) pairs."""
+    """Return the multiplications for ``seen`` (row, token) pairs."""
     return seen * spec.query_heads * (spec.qk_dim + spec.v_dim)
 
 
 def _pairs(table: SegmentTable, first: int, last: int | None) -> SegmentTable:
-    """Pairs [first, last) of a table, with their rows and tokens."""
+    """Return pairs [first, last) of a table, with their rows and tokens."""
     last = len(table.query_start) if last is None else last
     begin, end = table.kv_offsets[first], table.kv_offsets[last]
     return SegmentTable(
@@ -123,7 +123,7 @@ def _pairs(table: SegmentTable, first: int, last: int | None) -> SegmentTable:
 
 
 def _tokens(table: SegmentTable, pair: int, begin: int, end: int) -> SegmentTable:
-    """One pair of a table, with tokens [begin, end) of its segment."""
+    """Return one pair of a table, with tokens [begin, end) of its segment."""
     first = table.kv_offsets[pair]
     return SegmentTable(
         table.query_offsets[pair : pair + 2] - table.query_offsets[pair],

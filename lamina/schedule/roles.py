@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from lamina.schedule.turn import Turn
 
-LOOK_S = 0.25  # between two decisions
-HOLD_S = 5.0  # for which a target must have been missed
-ROOM = 0.85  # of a target that the other role may take once it has a replica less
+LOOK_S = 0.25  # time between two decisions
+HOLD_S = 5.0  # a target must have been missed for so long
+ROOM = 0.85  # share of its target that the other role may take once it has a replica less
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RoleBalance:
     def __init__(self, least: int, most: int) -> None:
         """``least`` and ``most``: replicas that only run prompts, at least 1."""
         self._least, self._most = least, most
-        self._wanted = 0  # the change that has been wanted since ``_since``
+        self._wanted = 0  # result that ``decide`` returns once it has been wanted for ``HOLD_S``, from ``_since`` on
         self._since = 0.0
 
     def decide(self, times: Times, prefill: int, decode: int, now: float) -> int:
@@ -75,7 +75,7 @@ class RoleBalance:
         return wanted
 
     def drop_samples(self) -> None:
-        """Forget what was seen: the replicas are others now."""
+        """Forget earlier times, which other replicas had."""
         self._wanted = 0
 
 

@@ -28,7 +28,7 @@ class Binary:
 
 @cache
 def compile_program(program: Program, capability: int) -> Binary:
-    """Machine code for GPUs of one compute capability, such as 90.
+    """Return a program's machine code for GPUs of one compute capability, such as 90.
 
     Raises:
         RuntimeError: the program needs Triton's scratch memory, which is not provided, or Triton interprets kernels.

@@ -41,7 +41,7 @@ def write_words(words, changes, count, block: tl.constexpr):
 def write_rows(
     source, table, bodies, count, unit: tl.constexpr, lead: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr
 ):  # fmt: skip
-    """Writes rows of ``unit`` elements as ``compute.device.kit.Kit.write`` says, with ``lead`` in elements.
+    """Writes rows of ``unit`` elements as ``compute.device.kit.Kit.write_rows`` says, with ``lead`` in elements.
 
     ``aligned``: everything in a message begins at a multiple of 16 bytes. Grid (``count``, blocks of a row).
     """
