@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Literal, cast
 
 import torch
@@ -21,14 +22,14 @@ from lamina.splitter.adapters import keep_in_float32
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
-def load_config(directory: ModelDirectory) -> PretrainedConfig:
+def read_config(directory: ModelDirectory) -> PretrainedConfig:
     """Return the directory's config, as transformers reads it from local files, without running the directory's code.
 
     Raises:
-        UnsupportedModelError: transformers does not know the family, or the family has no causal language model.
+        UnsupportedModelError: transformers does not know the family.
         ModelError: a value in config.json is invalid for its family.
     """
-    file = directory.path if directory.path.is_file() else directory.path / CONFIG
+    file = _config_file(directory)
     family = directory.config.get("model_type")
     if family is None:
         raise ModelError(f"{file} has no model_type: copy the whole config.json of the model")
@@ -41,18 +42,34 @@ def load_config(directory: ModelDirectory) -> PretrainedConfig:
                 "model directory. Give a model of a family that transformers has, or upgrade transformers"
             ) from error
         raise ModelError(f"{file} is not valid for the family {family!r}: {error}") from error
+    return cast(PretrainedConfig, config)
+
+
+def _config_file(directory: ModelDirectory) -> Path:
+    return directory.path if directory.path.is_file() else directory.path / CONFIG
+
+
+def load_config(directory: ModelDirectory) -> PretrainedConfig:
+    """Return the config of a causal language model.
+
+    Raises:
+        UnsupportedModelError: transformers does not know the family, or the family has no causal language model.
+        ModelError: a value in config.json is invalid for its family.
+    """
+    config = read_config(directory)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModelError(
-            f"{directory.path}: {family!r} is not a causal language model in transformers; give a decoder-only model"
+            f"{directory.path}: {config.model_type!r} is not a causal language model in transformers; give a "
+            "decoder-only model"
         )
     text = config.get_text_config()
     for name in _SIZES:
         size = getattr(text, name, None)
         if isinstance(size, int) and size < 1:
-            raise ModelError(f"{file} says {name} is {size}; a model has at least 1")
+            raise ModelError(f"{_config_file(directory)} says {name} is {size}; a model has at least 1")
     for part in (config, text):  # Lamina reads quantised weights itself
         vars(part).pop("quantization_config", None)
-    return cast(PretrainedConfig, config)
+    return config
 
 
 def resolve_dtype(config: PretrainedConfig, requested: DType | Literal["auto"]) -> DType:
@@ -85,6 +102,18 @@ def meta_model(config: PretrainedConfig, dtype: DType) -> PreTrainedModel:
         raise UnsupportedModelError(f"transformers cannot build a {config.model_type} model: {error}") from error
     keep_in_float32(model, dtype)
     return cast(PreTrainedModel, model)
+
+
+def count_matrices(directory: ModelDirectory) -> int | None:
+    """Return the elements of all matrices of the text model; None if it is not a causal language model.
+
+    Raises the errors of ``read_config`` and ``meta_model``.
+    """
+    config = read_config(directory).get_text_config()
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        return None
+    vars(config).pop("quantization_config", None)
+    return int(sum(one.numel() for one in meta_model(config, DType.BFLOAT16).parameters() if one.dim() > 1))
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:

@@ -177,7 +177,7 @@ _OF_MODULES = ("bits", "group_size", "sym")
 def _fp8(config: Mapping[str, Any]) -> Scheme:
     activations, form = config.get("activation_scheme") or "dynamic", config.get("fmt") or "e4m3"
     _require(activations == "dynamic", f"its activations have fixed scales (activation_scheme {activations})")
-    _require(form == "e4m3", f"its fmt is {form}")
+    _require(form in ("e4m3", "float8_e4m3fn"), f"its fmt is {form}")
     block = config.get("weight_block_size")
     blocks: tuple[Block, ...] = ((_WHOLE, _WHOLE), (1, _WHOLE)) if block is None else ((block[0], block[1]),)
     return Scheme("fp8", 8, blocks, activations=True, floats=True)

@@ -3,16 +3,19 @@
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lamina.core.errors import ModelError, UnsupportedModelError
+from lamina.core.errors import ConfigError, ModelError, UnsupportedModelError
 from lamina.core.types import DType, KvCacheDType, KvElement
-from lamina.models.directory import CONFIG, max_model_len, read_json
+from lamina.models import hub
+from lamina.models.directory import CONFIG, max_model_len, model_name, read_json
 from lamina.models.quantisation.formats import scheme
+from lamina.planning.plan import reference
 from lamina.planning.plan.kernel_times import Floats
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -21,8 +24,8 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exper
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
 _WIDTH = ("moe_intermediate_size", "expert_intermediate_size", "intermediate_size")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
-_SHARED_WIDTH = ("shared_expert_intermediate_size", "share_expert_dim")
-_DENSE = ("first_k_dense_replace", "moe_layer_start_index")
+_SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size", "share_expert_dim")
+_DENSE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 
 
 SKEW = 0.5
@@ -100,7 +103,9 @@ def _layers_with_experts(config: Mapping[str, Any], layers: int) -> int:
     listed = config.get("moe_layer_freq")
     if isinstance(listed, list):
         return sum(map(bool, listed))
-    return max(1, (layers - (_first(config, _DENSE) or 0)) // _step(config))
+    listed = config.get("mlp_only_layers")
+    dense = len(listed) if isinstance(listed, list) else 0
+    return max(1, (layers - (_first(config, _DENSE) or 0)) // _step(config) - dense)
 
 
 def _step(config: Mapping[str, Any]) -> int:
@@ -141,6 +146,7 @@ class ModelShape:
         weight_dtype: Element type of the layers' weights.
         experts: Experts of the layers that have them; None for a dense model.
         only_experts: Whether only experts are stored as ``weight_dtype``, and attention as ``dtype``.
+        unread: What ``lamina launch`` lacks to start the model, else empty.
         window: Attention window of ``windowed`` layers, in tokens; 0 if no layer has one.
         windowed: Number of layers with a window.
     """
@@ -161,11 +167,20 @@ class ModelShape:
     weight_dtype: WeightDType = "auto"
     experts: Experts | None = None
     only_experts: bool = False
+    unread: str = ""
     window: int = 0
     windowed: int = 0
 
     def stored_as(self, kv_cache_dtype: KvCacheDType, weight_dtype: WeightDType) -> "ModelShape":
-        """Return the model with other element types of cached K and V and of weights; "auto" keeps a type."""
+        """Return the model with other element types of cached K and V and of weights; "auto" keeps a type.
+
+        Raises ConfigError for another type of weights that are stored as codes already.
+        """
+        if self.weight_dtype != "auto" and weight_dtype not in ("auto", self.weight_dtype):
+            raise ConfigError(
+                f"the weights of {self.name} are stored as {self.weight_dtype} already, and are not quantised again; "
+                "leave out --weight-dtype, or give the config.json of the unquantised model"
+            )
         kept = weight_dtype if self.weight_dtype == "auto" else self.weight_dtype
         return replace(self, kv_cache_dtype=kv_cache_dtype, weight_dtype=kept)
 
@@ -239,6 +254,7 @@ def _experts(count: int, active: int, intermediate: int, layers: int) -> Experts
     return Experts(count=count, active=active, intermediate=intermediate, layers=layers)
 
 
+_MXFP4 = "mxfp4"
 _QWEN3: dict[str, Any] = {"head_size": 128, "vocabulary": 151936, "max_tokens": 40960}
 
 KNOWN = {
@@ -269,6 +285,7 @@ KNOWN = {
             experts=_experts(128, 4, 2880, 36),
             weight_dtype="int4",
             only_experts=True,
+            unread=f"a reader of weights stored as {_MXFP4}",
             window=128,
             windowed=18,
         ),
@@ -283,6 +300,7 @@ _KEYS = {
     "query_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "vocabulary": ("vocab_size",),
 }
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _NOT_GATED = {
     *("gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom"),
@@ -298,6 +316,10 @@ _REFUSED = {
     "linear_num_value_heads": "linear attention",
     "attn_type_list": "linear attention",
     "block_configs": "layers of different sizes",
+    "hidden_size_per_layer_input": "embeddings for each layer",
+    "lru_width": "layers with a state of their own",
+    "residual_moe": "a dense network beside its experts",
+    "parallel_attn_mlp_res": "a dense network beside its experts",
     "compress_ratios": "attention to compressed K and V",
     "o_lora_rank": "output projections of low rank",
     "index_topk": "sparse attention",
@@ -314,34 +336,50 @@ _TIED = {
 """Model types whose output head is the embedding unless the config says otherwise, as in transformers."""
 _DENSE_WIDTH = {"llama4_text": ("intermediate_size_mlp",)}
 """Where the width of dense layers is, by model type, if it is not that of the experts."""
+_SIZES = (*_KEYS["query_heads"], *_KV_HEADS, *_WIDTHS, *_WIDTH, *_ACTIVE, *_SHARED)
+"""Sizes that some configs list by layer."""
 _ATTENTION = "attention"
 """Suffix in ``layer_types`` of layers that keep K and V: full, sliding or chunked attention."""
 
 
 def find(model: str) -> ModelShape:
-    """Return the shape of a model directory, a config.json, or a name in ``KNOWN`` in any case.
+    """Return the shape of a model directory, a config.json, a name in ``KNOWN`` in any case, or a model on the hub.
 
     Raises:
         ModelError: The file or name does not exist, or the config lacks a size.
         UnsupportedModelError: The cost model does not cover this architecture.
     """
-    if model.lower() in KNOWN:
-        return KNOWN[model.lower()]
+    known = next((name for name, on_hub in HUB.items() if on_hub == model), model).lower()
+    if known in KNOWN:
+        return KNOWN[known]
     path = Path(model).expanduser()
+    if not path.exists() and hub.is_name(model):
+        path = _downloaded(model)
     file = path / CONFIG if path.is_dir() else path
     if not file.is_file():
         near = difflib.get_close_matches(model.lower(), KNOWN, n=2)
         hint = f"; did you mean {' or '.join(KNOWN[name].name for name in near)}?" if near else "."
         names = ", ".join(shape.name for shape in KNOWN.values())
-        raise ModelError(f"{model!r} is not a model directory, a config.json or a known name{hint} Known: {names}")
-    name = file.parent.resolve().name if file.name == CONFIG else file.stem
+        raise ModelError(
+            f"{model!r} is not a model directory, a config.json or a known name{hint} Known: {names}; OWNER/NAME "
+            "downloads the config.json of a model"
+        )
+    name = model_name(file.parent).rpartition("/")[2] if file.name == CONFIG else file.stem
     beside = file.parent / MODELOPT
     if beside.is_file():
         raise UnsupportedModelError(
             f"{name} holds weights quantised as {beside.name} says, which Lamina does not read; plan its unquantised "
             "model with --weight-dtype"
         )
-    return from_config(name, read_json(file))
+    shape = from_config(name, reference.completed(file, read_json(file)))
+    reference.require_equal(file, name, shape.parameters)
+    return replace(shape, unread=shape.unread or reference.refusal(file))
+
+
+@lru_cache(maxsize=8)
+def _downloaded(model: str) -> Path:
+    """Return the directory of a model on the hub, without its weights. Raises ModelError."""
+    return hub.download(model, weights=False)
 
 
 MODELOPT = "hf_quant_config.json"
@@ -365,7 +403,7 @@ def model_to_launch(model: str) -> str:
     """Return the ``lamina launch --model`` argument of a planned model: its directory, or its name on the hub; a
     placeholder if neither is known."""
     path = Path(model).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (hub.is_name(model) and not path.exists()):
         return model
     if path.is_file() and path.name == CONFIG:
         return str(path.parent)
@@ -376,12 +414,12 @@ def model_to_launch(model: str) -> str:
 def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     """Return the shape that a parsed config.json describes. Raises the errors of ``find``."""
     nested = config.get("text_config")
-    text: Mapping[str, Any] = nested if isinstance(nested, dict) else config
+    text = _uniform(name, nested if isinstance(nested, dict) else config)
     weight_dtype = _require_covered(name, config, text)
     sizes = {size: _integer(name, text, keys) for size, keys in _KEYS.items()}
     hidden, heads = sizes["hidden"], sizes["query_heads"]
     multi_query = bool(text.get("multi_query")) and not text.get("new_decoder_architecture")
-    kv_heads = 1 if multi_query else _first(text, ("num_key_value_heads", "num_kv_heads", "n_head_kv")) or heads
+    kv_heads = 1 if multi_query else _first(text, _KV_HEADS) or heads
     head_size = _first(text, ("head_dim",)) or hidden // heads
     if heads % kv_heads or not head_size:
         raise ModelError(
@@ -394,7 +432,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
         hidden=hidden,
         query_heads=heads,
         vocabulary=sizes["vocabulary"],
-        intermediate=_first(text, (*_DENSE_WIDTH.get(str(text.get("model_type")), ()), *_WIDTHS)) or 4 * hidden,
+        intermediate=_width(text) or 4 * hidden,
         kv_heads=kv_heads,
         head_size=head_size,
         gated=text.get("model_type") not in _NOT_GATED,
@@ -402,15 +440,38 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
         dtype=_dtype(text, config),
         max_tokens=max_model_len(config),
         weight_dtype=weight_dtype,
+        only_experts=_is_mxfp4(config),
+        unread=f"a reader of weights stored as {_MXFP4}" if _is_mxfp4(config) else "",
         experts=Experts.from_config(name, text, sizes["layers"]),
         window=_windows(text)[0],
         windowed=_windows(text)[1],
     )
 
 
+def _width(text: Mapping[str, Any]) -> int | None:
+    """Return the width of dense layers. The first Qwen's configs count both matrices of the gate."""
+    kind = str(text.get("model_type"))
+    width = _first(text, (*_DENSE_WIDTH.get(kind, ()), *_WIDTHS))
+    return width // 2 if width and kind == "qwen" else width
+
+
+def _uniform(name: str, text: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config with one number for each size that it lists by layer.
+
+    Raises UnsupportedModelError if the layers differ.
+    """
+    listed = {key: text[key] for key in _SIZES if isinstance(text.get(key), list)}
+    if unequal := next((key for key, values in listed.items() if len(set(values)) != 1), None):
+        raise UnsupportedModelError(
+            f"{name} has layers of different sizes ({unequal}), which the cost model does not cover"
+        )
+    return {**text, **{key: values[0] for key, values in listed.items()}}
+
+
 def _require_covered(name: str, config: Mapping[str, Any], text: Mapping[str, Any]) -> WeightDType:
     """Return the element type of the weights. Raises UnsupportedModelError if the cost model does not cover a model."""
-    stored = scheme(name, config)
+    mxfp4 = _is_mxfp4(config)
+    stored = None if mxfp4 else scheme(name, config)
     nested = [value for value in text.values() if isinstance(value, dict)]
     for inner in nested:
         if any(inner.get(key) not in (None, 0, 1) for key in COUNTS):
@@ -418,7 +479,7 @@ def _require_covered(name: str, config: Mapping[str, Any], text: Mapping[str, An
     parts: list[Mapping[str, Any]] = [text, *nested]
     for part in parts:
         for key, what in _REFUSED.items():
-            if part.get(key) not in (None, 0, 1):
+            if _says(key, part.get(key)):
                 raise UnsupportedModelError(
                     f"{name} has {what} ({key} {part[key]}), which the cost model does not cover"
                 )
@@ -434,8 +495,22 @@ def _require_covered(name: str, config: Mapping[str, Any], text: Mapping[str, An
                 f"{name} has layers of type {kind}; the cost model covers layers with K and V only"
             )
     if stored is None:
-        return "auto"
+        return "int4" if mxfp4 else "auto"
     return "int4" if stored.bits == 4 else "fp8" if stored.floats else "int8"
+
+
+def _is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Return whether a config is gpt-oss's, whose experts are stored in 4 bits, and nothing else."""
+    stored = config.get("quantization_config")
+    named = config.get("model_type") == "gpt_oss"
+    return named and isinstance(stored, dict) and stored.get("quant_method") == _MXFP4
+
+
+def _says(key: str, value: object) -> bool:
+    """Return whether the value of a key in ``_REFUSED`` means that a model has what the key is about."""
+    if key == "attn_type_list" and isinstance(value, list):
+        return any(kind != 1 for kind in value)  # 1 is attention with K and V
+    return value is True or value not in (None, False, 0, 1)
 
 
 def _is_tied(text: Mapping[str, Any]) -> bool:
@@ -454,7 +529,10 @@ def _windows(text: Mapping[str, Any]) -> tuple[int, int]:
 def _integer(name: str, config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
     value = _first(config, keys)
     if value is None:
-        raise ModelError(f"the config of {name} has none of {', '.join(keys)}; give the model's own config.json")
+        raise ModelError(
+            f"the config of {name} has none of {', '.join(keys)}; the cost model knows no other names of this size. "
+            "Give the whole config.json, or another model"
+        )
     return value
 
 

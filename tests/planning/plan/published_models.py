@@ -149,12 +149,33 @@ PUBLISHED: dict[str, tuple[float, Any]] = {
             head_dim=64,
             num_local_experts=32,
             num_experts_per_tok=4,
+            quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
             **OPEN,
         ),
     ),
     "MiniMax-M2": (
         228.69,
-        config("minimax_m2", 62, 3072, 1536, 48, 8, 200064, head_dim=128, num_local_experts=256, num_experts_per_tok=8),
+        config(
+            "minimax_m2",
+            62,
+            3072,
+            1536,
+            48,
+            8,
+            200064,
+            head_dim=128,
+            num_local_experts=256,
+            num_experts_per_tok=8,
+            attn_type_list=[1] * 62,
+            shared_intermediate_size=0,
+            quantization_config={
+                "activation_scheme": "dynamic",
+                "fmt": "float8_e4m3fn",
+                "quant_method": "fp8",
+                "weight_block_size": [128, 128],
+            },
+            **OPEN,
+        ),
     ),
     "Llama-4-Scout": (
         107.77,
@@ -210,6 +231,13 @@ REFUSED: dict[str, Any] = {
     "Nemotron-3-Ultra-550B": config("nemotron_h", 108, 8192, 5120, 64, 2, 131072, layers_block_type=["mamba", "moe"]),
     "Nemotron-Super-49B": config("nemotron-nas", 80, 8192, 28672, 64, 8, 128256, block_configs=[{"ffn": {}}]),
     "MiMo-V2-Flash": config("mimo_v2_flash", 48, 4096, 16384, 64, 4, 152576, head_dim=192, v_head_dim=128),
+    "Gemma-3n-E4B": config(
+        "gemma3n_text", 35, 2048, 0, 8, 2, 262400, intermediate_size=[16384] * 35, hidden_size_per_layer_input=256
+    ),
+    "OpenELM": config("openelm", 2, 64, 128, 4, 2, 100, num_attention_heads=[4, 8]),
+    "RecurrentGemma-2B": config("recurrent_gemma", 26, 2560, 15360, 10, 1, 256000, lru_width=2560),
+    "Grok-2": config("git", 64, 8192, 32768, 64, 8, 131072, num_local_experts=8, residual_moe=True),
+    "Arctic": config("arctic", 35, 7168, 4864, 56, 8, 32000, num_local_experts=128, parallel_attn_mlp_res=True),
     "Gemma-4-26B": config("gemma4_text", 30, 2816, 2112, 16, 8, 262144, head_dim=256, global_head_dim=512),
 }
 """Models whose layers the cost model has no formulas for."""

@@ -35,6 +35,43 @@ def test_public_configs_without_formulas_are_refused(name: str) -> None:
         model_shapes.from_config(name, REFUSED[name])
 
 
+def test_experts_in_some_layers_only_and_sizes_by_layer_count() -> None:
+    _, config = PUBLISHED["Qwen3-30B-A3B"]
+    all_sparse, listed, some_dense = (
+        model_shapes.from_config("qwen", {**config, **entries})
+        for entries in ({}, {"num_experts_per_tok": [8] * 48}, {"mlp_only_layers": [0, 1]})
+    )
+    assert listed == all_sparse
+    experts, dense = (3 * 2048 * width for width in (128 * 768, 6144))
+    assert all_sparse.parameters - some_dense.parameters == pytest.approx(2 * (experts - dense), abs=48)
+
+
+def test_a_config_of_another_architecture_than_the_formulas_is_refused_by_transformers_count(tmp_path: Path) -> None:
+    """The second config has a key that means one KV head in Falcon and nothing in Llama."""
+    file = tmp_path / "config.json"
+    config = {"model_type": "persimmon", "hidden_size": 256, "intermediate_size": 700, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "vocab_size": 100, "tie_word_embeddings": False}
+    file.write_text(json.dumps(config))
+    assert model_shapes.find(str(tmp_path)).parameters == 2 * (4 * 256 * 256 + 2 * 256 * 700) + 2 * 100 * 256
+    file.write_text(json.dumps({**config, "model_type": "llama", "num_key_value_heads": 2, "multi_query": True}))
+    with pytest.raises(UnsupportedModelError, match="billion weights in transformers"):
+        model_shapes.find(str(tmp_path))
+
+
+def test_a_multimodal_config_has_the_defaults_of_its_text_model(tmp_path: Path) -> None:
+    """Gemma-3-4B's config leaves out what transformers has by default: heads, their size and the vocabulary."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    config = {"model_type": "gemma3", "text_config": {**text, "sliding_window": 1024}, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = model_shapes.find(str(tmp_path))
+    assert shape.parameters == pytest.approx(3.88e9, rel=2e-3)  # the checkpoint's 4.30 without its vision tower
+    assert (shape.kv_heads, shape.head_size, shape.window, shape.windowed) == (4, 256, 1024, 29)
+    whole = {**text, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208}
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "sliding_window": 512, "sliding_window_pattern": 6}))
+    again = model_shapes.find(str(tmp_path / "config.json"))
+    assert (again.parameters, again.window, again.windowed) == (shape.parameters, 512, 29)
+
+
 def test_weights_that_modelopt_quantised_are_refused(tmp_path: Path) -> None:
     """The config.json of such a model may say nothing of it, and its size would be twice the checkpoint's."""
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Llama-3.1-70B"][1]))
