@@ -5,6 +5,7 @@ rents (``usd_per_hour`` of a kind) or sells (``usd``, spread over ``years``, plu
 board power in the hardware catalogue). Prices of two markets are never mixed: a kind without a price is an error.
 """
 
+import calendar
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 from lamina.core.errors import ConfigError
 from lamina.planning.plan.hardware import ALIASES, Hardware
 
-_DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
+_DATE = re.compile(r"(?<!\d)(\d{4})(?:-(\d{2})(?:-(\d{2}))?)?(?!\d)")
 MARKETS = Path(__file__).parent / "markets"
 DEFAULT = "pods"
 """Somebody who plans before renting rents; ``own`` is for devices that are bought."""
@@ -26,7 +27,7 @@ FRESH_DAYS = 90
 
 HOURS_PER_YEAR = 365 * 24
 
-_OF_MARKET = ("market", "includes", "years", "usd_per_kwh", "network_usd", "network", "kinds")
+_OF_MARKET = ("market", "includes", "rdma", "years", "usd_per_kwh", "network_usd", "network", "kinds")
 _OF_KIND = ("usd", "usd_per_hour", "source", "date")
 
 
@@ -48,6 +49,7 @@ class Prices:
         entries: Price by kind.
         market: Description of the market, for display.
         includes: What its prices cover, for display.
+        rdma: Whether its machines have RDMA between them, which plans of two pools assume.
         years: Years over which a purchase is spread; None where the market rents.
         usd_per_kwh: Price of electricity, where the market sells.
         network_usd: Price of one worker's network, where the market sells.
@@ -58,6 +60,7 @@ class Prices:
     entries: Mapping[str, Price]
     market: str = ""
     includes: str = ""
+    rdma: bool = True
     years: float | None = None
     usd_per_kwh: float = 0.0
     network_usd: float = 0.0
@@ -68,16 +71,16 @@ class Prices:
         return kind in self.entries
 
     def warnings(self, kinds: Iterable[str], today: date) -> list[str]:
-        """Return a warning for each date of the kinds' prices that is more than FRESH_DAYS ago."""
-        aged: dict[str, list[str]] = {}
+        """Return a warning for each date that is more than FRESH_DAYS ago, in the future, or not a date."""
+        kinds_of: dict[str, list[str]] = {}
         for kind in dict.fromkeys(kinds):
-            found = _DAY.search(self.entries[kind].date) if kind in self.entries else None
-            if found and (today - date.fromisoformat(found[0])).days > FRESH_DAYS:
-                aged.setdefault(found[0], []).append(kind)
+            if kind in self.entries:
+                kinds_of.setdefault(self.entries[kind].date, []).append(kind)
         return [
-            f"The market {self.name} has prices of {day} for {', '.join(own)}, more than {FRESH_DAYS} days ago: "
-            "compare them with today's, and give yours with --prices FILE."
-            for day, own in aged.items()
+            f"The market {self.name} has prices dated {when} for {', '.join(own)}, {doubt}: compare them with today's, "
+            "and give yours with --prices FILE."
+            for when, own in kinds_of.items()
+            if (doubt := _doubt(when, today))
         ]
 
     def usd_per_hour(self, hardware: Hardware, networked: bool = False) -> float:
@@ -132,6 +135,28 @@ class Prices:
         return f"{self.name} ({self.market}; included: {self.includes}{network}): {listed}"
 
 
+def _doubt(text: str, today: date) -> str:
+    """Return what is doubtful about the date of a price; empty if nothing is."""
+    days = _days(text)
+    if days is None:
+        return "which is no date such as 2026-11-28"
+    if days[0] > today:
+        return "which is in the future"
+    return f"more than {FRESH_DAYS} days ago" if (today - days[1]).days > FRESH_DAYS else ""
+
+
+def _days(text: str) -> tuple[date, date] | None:
+    """Return the first and the last day of the date in a text: a day, a month or a year. None if there is none."""
+    if (found := _DATE.search(text)) is None:
+        return None
+    year, month, day = (int(part) if part else None for part in found.groups())
+    try:
+        first = date(year or 1, month or 1, day or 1)
+        return first, first if day else date(first.year, month or 12, calendar.monthrange(first.year, month or 12)[1])
+    except ValueError:
+        return None
+
+
 UNPRICED = Prices(name="none", entries={})
 """A market without prices, for questions that money has no part in."""
 
@@ -155,7 +180,7 @@ def load(text: str = DEFAULT) -> Prices:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the prices {file} are not TOML: {error}") from error
-    return _market(text if file.parent == MARKETS else file.stem, table, file)
+    return _market(text, table, file)
 
 
 def _market(name: str, table: Mapping[str, Any], file: Path) -> Prices:
@@ -171,8 +196,9 @@ def _market(name: str, table: Mapping[str, Any], file: Path) -> Prices:
         raise ConfigError(f"{file}: purchase prices (usd) need years and usd_per_kwh, and rents have neither")
     return Prices(
         name=name,
-        market=str(table.get("market", name)),
+        market=str(table.get("market", file.stem)),
         includes=str(table.get("includes", "what the file does not say")),
+        rdma=bool(table.get("rdma", True)),
         entries={ALIASES.get(kind.lower(), kind.lower()): _price(kind, entry, file) for kind, entry in kinds.items()},
         years=_number(table, "years", f"{file}", least=0.1) if bought else None,
         usd_per_kwh=_number(table, "usd_per_kwh", f"{file}") if bought else 0.0,

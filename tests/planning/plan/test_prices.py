@@ -49,6 +49,26 @@ def test_prices_of_more_than_90_days_ago_are_warned_of() -> None:
     assert not pods.warnings(["h100"], date(2026, 6, 8)) and not aws.warnings(["h100"], date(2026, 11, 25))
 
 
+@pytest.mark.parametrize(
+    ("written", "doubt"),
+    [
+        ("2026-09", ""),  # 90 days after its last day
+        ("2026-08", "more than 90 days ago"),
+        ("2025", "more than 90 days ago"),
+        ("2026", ""),
+        ("undated, read 2026-03-10", "more than 90 days ago"),
+        ("2026-12-30", "in the future"),
+        ("2026-13-01", "no date"),
+        ("at launch", "no date"),
+        ("contract 20251", "no date"),
+    ],
+)
+def test_any_way_to_write_a_date_is_read_or_said_to_be_none(written: str, doubt: str) -> None:
+    market = prices.Prices(name="mine", entries={"h100": prices.Price(2.0, "a test", written)})
+    found = market.warnings(["h100"], date(2026, 12, 29))
+    assert [doubt in line and written in line for line in found] == [True] * bool(doubt)
+
+
 def test_prices_are_told_briefly() -> None:
     """Every price and its date, within two lines of a terminal; sources are in the description."""
     for name in prices.names():
@@ -86,6 +106,7 @@ def test_a_file_of_one_s_own(tmp_path: Path) -> None:
     file.write_text('[kinds.A100]\nusd_per_hour = 1.5\nsource = "my contract"\ndate = 2026-11-01\n')
     market = prices.load(str(file))
     assert market.usd_per_hour(KINDS["a100-80g"]) == 1.5
+    assert market.name == str(file)  # as --prices takes it again
     assert "mine" in market.describe(["a100-80g"]) and "my contract; 2026-11-01" in market.describe(["a100-80g"])
 
 
