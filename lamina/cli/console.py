@@ -99,8 +99,16 @@ def machine_trouble(error: OSError) -> str:
 
 
 def print_error(error: BaseException | str) -> None:
-    """Print an error after a red "error:", on one line unless it holds a worker's traceback."""
-    Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+    """Print an error after a red "error:", on one line unless it holds a worker's traceback.
+
+    On a terminal, it wraps between words.
+    """
+    console, text = Console(stderr=True, highlight=False), f"error: {error}"
+    if console.is_terminal:
+        text = "\n".join(_wrapped(line, console, "", "  ") for line in text.splitlines())
+    shown = Text(text)
+    shown.stylize("bold red", 0, len("error:"))
+    console.print(shown, soft_wrap=True)
 
 
 def print_text(text: str, style: str = "", end: str = "", console: Console | None = None) -> None:
@@ -113,10 +121,21 @@ def print_sentence(text: str, style: str = "") -> None:
     """Print an indented sentence, which wraps between words on a terminal. Commands are to be pasted and never wrap."""
     console = output()
     if console.is_terminal and not text.startswith("lamina "):
-        text = fill(text, console.width - 1, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
-        print_text(f"{text}\n", style)
+        print_text(f"{_wrapped(text, console, '  ', '    ')}\n", style)
     else:
         print_text(f"  {text}\n", style)
+
+
+def _wrapped(text: str, console: Console, first: str, others: str) -> str:
+    """Break a line between words at the width of a terminal; paths stay whole."""
+    return fill(
+        text,
+        console.width - 1,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def show_size(nbytes: float) -> str:
@@ -126,6 +145,12 @@ def show_size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} TiB"
+
+
+def show_usd(usd: float) -> str:
+    """Return an amount of dollars in cents or, below ten cents, with two significant digits."""
+    decimals = 2 if not 0 < usd < 0.1 else 1 - math.floor(math.log10(usd))
+    return f"${usd:.{decimals}f}"
 
 
 def show_rate(per_second: float) -> str:

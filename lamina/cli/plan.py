@@ -138,6 +138,7 @@ def plan(
         plan_map.show(shape, pools, costs, market, slo, map_file)
         return
     from lamina.cli import plan_ways as table
+    from lamina.cli.plan_commands import Asked
     from lamina.planning.plan.overheads import VLLM
     from lamina.planning.plan.serving import Server
     from lamina.planning.plan.ways import segments, ways
@@ -151,7 +152,7 @@ def plan(
     candidates = list(
         ways(shape, *pools, segments(served), lambda way: slo.affords(sum(way.usd_per_hour(market))), longest)
     )
-    table.show(server, course, candidates, model, trace, as_json)
+    table.show(server, course, candidates, Asked(model, lengths, trace, hardware), as_json)
 
 
 def _workload(trace: Path | None, lengths: tuple[int, int]) -> "tuple[Workload, list[TracedRequest]]":
@@ -162,6 +163,12 @@ def _workload(trace: Path | None, lengths: tuple[int, int]) -> "tuple[Workload, 
     if trace is None:
         return workload.of_lengths(*lengths), []
     requests = workload.read_trace(trace)
+    if len({request.arrival_s for request in requests}) == 1:
+        mean = workload.of_requests(trace.name, requests)
+        raise ConfigError(
+            f"{trace} has {len(requests)} requests, all at one time, and so no rate that a plan could raise; give a "
+            f"trace with several times, or --prompt {mean.prompt:.0f} --output {mean.output:.0f} instead"
+        )
     if any(request.content for request in requests):  # replayed in order: what is planned for is what is simulated
         requests = sorted(requests, key=lambda request: request.arrival_s)[:MOST_REPLAYED]
     return workload.of_requests(trace.name, requests), requests
@@ -200,7 +207,7 @@ def _duration(flag: str, text: str | None) -> float | None:
 
 def _measure(file: Path) -> None:
     """Measure this machine, write kind cpu to ``file`` and a profile beside it, and say if others disturbed it."""
-    from lamina.cli.console import print_text
+    from lamina.cli.console import print_sentence
     from lamina.observe.progress import waiting
     from lamina.planning.plan import hardware
     from lamina.planning.plan.fit_store import ProfileStore
@@ -216,8 +223,8 @@ def _measure(file: Path) -> None:
             raise ConfigError(f"{existing} already exists; remove it, or give --measure another file")
     check_writable("--measure", file)
     if (before := Watch.sample()).disturbed:
-        print_text(
-            f"Warning: {before}; times measured now will be too long. Wait until the machine is idle.\n", style="yellow"
+        print_sentence(
+            f"Warning: {before}; times measured now will be too long. Wait until the machine is idle.", style="yellow"
         )
     watch = Watch()
     compute, _ = profile.halves()
@@ -228,14 +235,13 @@ def _measure(file: Path) -> None:
         profile.measure("cpu", store)
     entry = hardware.load(file)["cpu"]
     rates = ", ".join(f"{flops / 1e9:.0f} GFLOP/s {dtype.value}" for dtype, flops in entry.flops.items())
-    print_text(f"{entry.device}: {entry.memory_bytes_s / 1e9:.1f} GB/s, {rates}\n")
+    print_sentence(f"{entry.device}: {entry.memory_bytes_s / 1e9:.1f} GB/s, {rates}")
     if (disturbance := watch.so_far()).disturbed:
-        print_text(
+        print_sentence(
             f"Warning: {disturbance} meanwhile, so all figures are too slow by an unknown factor. Remove {file} and "
-            f"{store.file}, and repeat this on an idle machine.\n",
+            f"{store.file}, and repeat this on an idle machine.",
             style="yellow",
         )
-    print_text(
-        f"To plan with it: lamina plan --model NAME --hardware {file} --compute cpu:1 --memory cpu:1 "
-        "--prices FILE\n(FILE has what an hour of it costs you: [kinds.cpu] with usd_per_hour, source and date.)\n"
-    )
+    print_sentence("To plan with it:")
+    print_sentence(f"lamina plan --model NAME --hardware {file} --compute cpu:1 --memory cpu:1 --prices FILE")
+    print_sentence("FILE has what an hour of it costs you: [kinds.cpu] with usd_per_hour, source and date.")

@@ -1,18 +1,55 @@
 """Builds the command lines that launch or simulate a way of `lamina plan`, or says why launch cannot start it."""
 
 import shlex
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lamina.core.types import DType
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from lamina.planning.plan.model_shapes import ModelShape
+    from lamina.planning.plan.prices import Prices
     from lamina.planning.plan.ways import Way
     from lamina.planning.simulate.trial import Course, Trial
 
 
-def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> str:
+@dataclass(frozen=True)
+class Asked:
+    """What `lamina plan` was asked, as the commands that it prints repeat it.
+
+    Attributes:
+        model: Value of --model.
+        lengths: Prompt and output tokens of every request if there is no trace.
+        trace: Value of --trace.
+        hardware: Value of --hardware.
+    """
+
+    model: str
+    lengths: tuple[int, int]
+    trace: Path | None = None
+    hardware: Path | None = None
+
+    @property
+    def requests(self) -> str:
+        """Options of ``lamina simulate`` for the requests."""
+        if self.trace is not None:
+            return f"--trace {shlex.quote(str(self.trace))}"
+        return f"--prompt {self.lengths[0]} --output {self.lengths[1]}"
+
+
+def warn_of_prices(market: "Prices", kinds: "Iterable[str]") -> None:
+    """Print warnings of prices that may no longer hold."""
+    from lamina.cli.console import print_sentence
+
+    for line in market.warnings(kinds, date.today()):
+        print_sentence(line, style="yellow")
+
+
+def simulate_line(course: "Course", trial: "Trial", asked: Asked) -> str:
     """Return the `lamina simulate` command that repeats the simulation of ``trial``, a row of the plan's table."""
     from lamina.planning.plan.ways import Kind
     from lamina.planning.simulate.trial import SEED
@@ -30,11 +67,12 @@ def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> 
     lanes += attention_option(way)
     chosen = f"--first {trial.requests}" if course.replays else f"--draw {trial.requests} --seed {SEED}"
     return (
-        f"lamina simulate --model {shlex.quote(model)} --system {way.kind.system} "
+        f"lamina simulate --model {shlex.quote(asked.model)} --system {way.kind.system} "
         f"{first}{second} --tensor-parallel {way.tensor_parallel}{lanes} "
         f"--max-num-seqs {deployment.max_num_seqs} --max-num-batched-tokens {way.chunk} "
-        f"--trace {shlex.quote(str(trace))} {chosen} "
-        f"--rate-scale {course.rate_scale(trial.rate, trial.requests)} --prices {course.prices}"
+        f"{asked.requests} {chosen} "
+        f"--rate-scale {course.rate_scale(trial.rate, trial.requests)} --prices {shlex.quote(course.prices)}"
+        + (f" --hardware {shlex.quote(str(asked.hardware))}" if asked.hardware else "")
         + type_options(deployment.model)
     )
 
@@ -55,7 +93,7 @@ def missing(way: "Way", shape: "ModelShape", model: str) -> list[str]:
 
     kinds = _launch_kinds(way)
     lacking = [f"{kind} workers" for kind in dict.fromkeys(kinds) if kind not in RUNNABLE]
-    return lacking + unquantised(shape, model, kinds[0])
+    return [*lacking, *filter(None, [shape.unread]), *unquantised(shape, model, kinds[0])]
 
 
 def _launch_kinds(way: "Way") -> list[str]:

@@ -64,38 +64,41 @@ def _print(planner: "Planner", candidates: "list[Way]", model: str, as_json: boo
     if as_json:
         print(json.dumps(_as_dict(planner, front, best, model), indent=2))
         return
-    from lamina.cli.console import output, print_table, print_text
-    from lamina.cli.plan_commands import missing, untried
+    from lamina.cli.console import output, print_sentence, print_table
+    from lamina.cli.plan_commands import missing, untried, warn_of_prices
 
     narrow = output().is_terminal and output().width < ONE_LINE_COLUMNS
     print_table(_table(planner, front, best, len(plans), two_lines=narrow))
     against = alone(planner, best)
-    print_text(
-        "Recommended for decoding alone: prompts, which compute workers also run, cost nothing here\n", style="bold"
+    print_sentence(
+        "Recommended for decoding alone: prompts, which compute workers also run, cost nothing here", style="bold"
     )
     if against and against.usd_per_million_out < best.usd_per_million_out:
-        print_text(
-            f"  Rent one pool: {against.count} {against.kind}, tensor parallelism {against.tensor_parallel}. The best "
-            "two pools cost more for each token:\n"
+        print_sentence(
+            f"Rent one pool: {against.count} {against.kind}, tensor parallelism {against.tensor_parallel}. The best "
+            "two pools cost more for each token:"
         )
-    print_text(f"  {_launch_line(best, planner.shape, model)}\n")
+    print_sentence(_launch_line(best, planner.shape, model))
     if lacking := missing(best.pools, planner.shape, model):
-        print_text(f"  (That line leaves out what lamina launch lacks yet: {', '.join(lacking)}.)\n", style="dim")
+        print_sentence(f"(That line leaves out what lamina launch lacks yet: {', '.join(lacking)}.)", style="dim")
     for note in untried(planner.shape, best.pools.compute.kind):
-        print_text(f"  {note}\n", style="dim")
-    print_text(
-        f"  {best.pools.replicas} x tensor parallelism {best.pools.tensor_parallel}, {best.pools.lanes} lanes; an "
-        f"average prompt takes {best.ttft_s * 1e3:.0f} ms.\n"
-        f"  Bottleneck: {best.bottleneck.value} (busy: compute {best.compute_busy:.0%}, memory {best.memory_busy:.0%}, "
-        f"network {best.network_busy:.0%}); batch limited by: {best.limit.value}.\n"
+        print_sentence(note, style="dim")
+    print_sentence(
+        f"{best.pools.replicas} x tensor parallelism {best.pools.tensor_parallel}, {best.pools.lanes} lanes; an "
+        f"average prompt takes {best.ttft_s * 1e3:.0f} ms."
+    )
+    print_sentence(
+        f"Bottleneck: {best.bottleneck.value} (busy: compute {best.compute_busy:.0%}, memory {best.memory_busy:.0%}, "
+        f"network {best.network_busy:.0%}); batch limited by: {best.limit.value}."
     )
     most, longest = planner.shape.max_tokens, planner.workload.longest
     if most is not None and longest > most:
-        print_text(f"  {planner.shape.name} supports {most} tokens; the workload has sequences of up to {longest}.\n")
+        print_sentence(f"{planner.shape.name} supports {most} tokens; the workload has sequences of up to {longest}.")
     if against:
-        print_text(f"  {against.against(best)}\n")
+        print_sentence(against.against(best))
     for line in beyond(planner, best):
-        print_text(f"  {line}\n", style="dim")
+        print_sentence(line, style="dim")
+    warn_of_prices(planner.prices, planner.models)
 
 
 def _launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
@@ -125,8 +128,9 @@ def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int, *,
     served = planner.workload
     table = Table(
         title=f"{planner.shape.name}, decoding alone, {served.name}: {len(front)} of {count} plans are Pareto-optimal",
-        caption=f"Sequences of {served.live:.0f} cached tokens. tp: tensor parallelism. $/M: per million tokens of "
-        "prompt (in) or output (out). GB/s: network bandwidth needed between the pools. Bold: recommended.\n"
+        caption=f"Sequences of {served.live:.0f} cached tokens. tp: devices that hold one copy of the weights. lanes: "
+        "batches in flight. TBT: time between tokens. split by: how memory workers divide attention. $/M: per million "
+        "tokens of prompt (in) or output (out). GB/s: network bandwidth needed between the pools. Bold: recommended.\n"
         f"Prices: {planner.prices.describe(planner.models)}.",
         caption_justify="left",
         box=SIMPLE_HEAD,

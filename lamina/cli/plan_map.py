@@ -52,7 +52,8 @@ def show(
     picture: Path,
 ) -> None:
     """Print a table for every pair of kinds, and write the picture. Raises ConfigError if no pair has two kinds."""
-    from lamina.cli.console import print_table, print_text
+    from lamina.cli.console import print_sentence, print_table
+    from lamina.cli.plan_commands import warn_of_prices
     from lamina.observe.progress import counting_progress
     from lamina.planning import crossover_map as plan_map
     from lamina.planning.crossover_map import MOST_STEPS, confirm
@@ -76,17 +77,18 @@ def show(
     drawn = [(title, grid, list(islice(checked, len(found)))) for title, grid, found in drawn]
     for title, grid, found in drawn:
         print_table(_table(title, grid, found))
-        print_text(f"  {plan_map.crossover(found)}\n")
+        print_sentence(plan_map.crossover(found))
     devices = " and ".join(f"{most} {kind.kind}" for pool in pools for kind, most in pool)
-    print_text(
-        f"  Closed form, * simulated; up to {devices}; p99 TTFT {slo.ttft_s:g} s, TBT {slo.tbt_s * 1e3:g} ms. "
+    print_sentence(
+        f"Closed form, * simulated; up to {devices}; p99 TTFT {slo.ttft_s:g} s, TBT {slo.tbt_s * 1e3:g} ms. "
         f"Prices: {prices.describe(models)}. First: two kinds against one, by attention offloaded or prefill apart. "
         "(..): by attention offloaded. Last: the cheapest way of the cell, offload, apart, or a kind alone. "
         "To simulate one cell: this command with --prompt N --output N instead of --map. Cells where two kinds pay by "
         f"the closed form are simulated, but for those of sessions and of runs of over {MOST_STEPS} steps; sides that "
-        "cost over three times as much as another keep the closed form's rate.\n",
+        "cost over three times as much as another keep the closed form's rate.",
         style="dim",
     )
+    warn_of_prices(prices, models)
     picture.write_text(svg(drawn))
 
 

@@ -5,14 +5,13 @@ import math
 import re
 from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lamina.cli.plan_commands import launching, obstacle, simulate_line, untried
+from lamina.cli.plan_commands import Asked, launching, obstacle, simulate_line, untried, warn_of_prices
 from lamina.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from rich.table import Table
 
@@ -25,12 +24,21 @@ HEADINGS = ("requests /s", "TTFT p99", "stall p99", "TBT p99", "tokens /s", "$/h
 MODEL_ERROR = 0.11
 """90th percentile of the errors of predicted throughput, on the worst of four files (bench.cost.measured)."""
 
+UNSTARTED = "lamina launch cannot start:"
+
+TERMS = (
+    "TTFT: time to the first token. TBT: time between tokens. p99: 99 of 100 are shorter. stall: TTFT and a request's "
+    "longest later wait. M: a million tokens. busy: share of the time that each pool works. model: requests/s by the "
+    "closed form alone. 2 x TP4: two copies of the weights, on four devices each. local memory: KV is beside the "
+    "weights. prefill, decode: devices for prompts and for answers. memory, lanes: workers that hold KV and attend to "
+    "it, for so many batches. More: docs/cost-model.md, docs/concepts.md."
+)
+"""Explains the table of ways."""
+
 _WIDE = 152  # columns that a table with one line per way needs
 
 
-def show(
-    server: "Server", course: "Course", candidates: "Sequence[Way]", model: str, trace: Path | None, as_json: bool
-) -> None:
+def show(server: "Server", course: "Course", candidates: "Sequence[Way]", asked: Asked, as_json: bool) -> None:
     """Rank all candidates by the closed form, simulate the best few, and print them with a recommendation.
 
     Raises ConfigError if no candidate fits, or none keeps the SLOs.
@@ -43,7 +51,7 @@ def show(
     if not found:
         raise _refusal(server, candidates)
     chosen = shortlist(found)
-    trials = _simulated(server.shape, course, chosen, model)
+    trials = _simulated(server.shape, course, chosen, asked.model)
     if not trials:
         raise ConfigError(
             f"none of the {len(chosen)} best ways keeps p99 TTFT {server.slo.ttft_s:g} s and p99 TBT "
@@ -54,9 +62,9 @@ def show(
     notes, given_up = _left_out(server, candidates), _given_up(chosen, trials)
     if as_json:
         offloads = _offloads(candidates)
-        print(json.dumps(_as_dict(server, course, trials, notes, given_up, model, trace, offloads), indent=2))
+        print(json.dumps(_as_dict(server, course, trials, notes, given_up, asked, offloads), indent=2))
     else:
-        _print(server, course, trials, notes, given_up, model, trace, len(found), candidates)
+        _print(server, course, trials, notes, given_up, asked, len(found), candidates)
 
 
 def _simulated(shape: "ModelShape", course: "Course", chosen: "Sequence[Capacity]", model: str) -> "list[Trial]":
@@ -89,8 +97,7 @@ def _print(
     trials: "list[Trial]",
     notes: list[str],
     given_up: list[str],
-    model: str,
-    trace: Path | None,
+    asked: Asked,
     found: int,
     candidates: "Sequence[Way]",
 ) -> None:
@@ -100,20 +107,20 @@ def _print(
     slo, best = server.slo, trials[0]
     rent, *why = advice(trials, _offloads(candidates))
     print_sentence(rent, style="bold")
-    for line in [*why, *_starting(server.shape, course, trials, model)]:
+    for line in [*why, *_starting(server.shape, course, trials, asked.model)]:
         print_sentence(line)
-    for line in server.prices.warnings(server.models, date.today()):
+    for line in [*_without_rdma(server, best.way), *_too_long(server)]:
         print_sentence(line, style="yellow")
+    warn_of_prices(server.prices, server.models)
     title = f"{server.shape.name}, {server.workload.name}: the best of {found} ways that fit, of {len(candidates)}"
     caption = (
         f"Simulated at the highest load with p99 TTFT within {slo.ttft_s:g} s and TBT within {slo.tbt_s * 1e3:g} ms. "
-        "stall: TTFT and a request's longest later wait. busy: of each pool. model: requests/s by the closed form. "
-        "More: docs/cost-model.md."
+        f"{TERMS}"
     )
     narrow = output().is_terminal and output().width < _WIDE
     rows: dict[bool, list[tuple[str, ...]]] = {True: [], False: []}
     for trial in trials:
-        rows[obstacle(trial.way, server.shape, model) is None].append(cells(trial))
+        rows[obstacle(trial.way, server.shape, asked.model) is None].append(cells(trial))
     print_table(table_of(rows[True], title, caption, narrow, others=rows[False], best=best.way.describe()))
     reasons = f"Given up, at over {RIVAL:g} times the cheapest way's cost or outside of the targets:"
     for line in [
@@ -123,9 +130,31 @@ def _print(
         *untried(server.shape, best.way.compute.kind),
         *notes,
         *([f"{reasons} {'; '.join(given_up)}."] if given_up else []),
-        *(["To repeat the simulation:", simulate_line(course, best, model, trace)] if trace is not None else []),
+        "To repeat the simulation:",
+        simulate_line(course, best, asked),
     ]:
         print_sentence(line, style="dim")
+
+
+def _without_rdma(server: "Server", way: "Way") -> list[str]:
+    """Return a warning if a way needs two kinds of machines, and those of the market have no RDMA between them."""
+    if server.prices.rdma or way.memory is None or way.memory is way.compute:
+        return []
+    return [
+        f"This needs RDMA between machines of two kinds, and {server.prices.market} have none: without --memory, the "
+        "plan is for one pool; --prices FILE names a market with such a network."
+    ]
+
+
+def _too_long(server: "Server") -> list[str]:
+    """Return a warning if requests are longer than the model's context."""
+    most, longest = server.shape.max_tokens, server.workload.longest
+    if most is None or longest <= most:
+        return []
+    return [
+        f"{server.shape.name} supports {most} tokens; the longest request has {longest}, and lamina launch rejects it. "
+        "Plan for a model with a longer context, or for shorter requests."
+    ]
 
 
 def _starting(shape: "ModelShape", course: "Course", trials: "list[Trial]", model: str) -> list[str]:
@@ -160,7 +189,7 @@ def table_of(
     table.add_column("way to serve", max_width=26 if narrow else None)
     for heading in _stacked(tuple(one.replace(" ", "\n") for one in HEADINGS), ",\n") if narrow else HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)
-    for label, group in (("", rows), ("Other systems:", others)):
+    for label, group in (("", rows), (UNSTARTED, others)):
         if group and label:
             table.add_section()
             table.add_row(label, style="dim")
@@ -179,7 +208,7 @@ def _stacked(cells: tuple[str, ...], joint: str) -> list[str]:
 
 def cells(trial: "Trial") -> tuple[str, ...]:
     """Return a row of the table: the way, and a figure for each of ``HEADINGS``."""
-    from lamina.cli.console import show_rate
+    from lamina.cli.console import show_rate, show_usd
 
     result = trial.result
     return (
@@ -190,8 +219,8 @@ def cells(trial: "Trial") -> tuple[str, ...]:
         f"{result.tbt_s.p99 * 1e3:.0f} ms",
         f"{trial.requests_s * trial.workload.output:.0f}",
         f"{trial.capacity.usd_per_hour:.2f}",
-        f"{trial.usd_per_million_in:.2f}",
-        f"{trial.usd_per_million_out:.2f}",
+        show_usd(trial.usd_per_million_in)[1:],
+        show_usd(trial.usd_per_million_out)[1:],
         " ".join(f"{pool.busy:.0%}" for pool in result.pools),
         f"{show_rate(trial.capacity.requests_s)} ({trial.capacity.requests_s / trial.requests_s - 1:+.0%})",
     )
@@ -221,24 +250,25 @@ def _offloads(candidates: "Sequence[Way]") -> bool:
 
 def serves(trial: "Trial") -> str:
     """Return a sentence with a way's load and cost, and their errors."""
-    from lamina.cli.console import show_rate
+    from lamina.cli.console import show_rate, show_usd
 
     return (
         f"It serves {show_rate(trial.requests_s)} requests/s for ${trial.capacity.usd_per_hour:.2f}/h: "
-        f"${1000 * trial.usd_per_request:.2f} for 1,000 requests, ${trial.usd_per_million_in:.2f} for a million "
-        f"tokens in and ${trial.usd_per_million_out:.2f} out. The load found is within {trial.error:.0%} of the "
-        f"simulator's highest; predicted throughput was within {MODEL_ERROR:.0%} of that measured in nine of ten "
-        "services."
+        f"{show_usd(1000 * trial.usd_per_request)} for 1,000 requests, {show_usd(trial.usd_per_million_in)} for a "
+        f"million tokens in and {show_usd(trial.usd_per_million_out)} out. The load found is within {trial.error:.0%} "
+        f"of the simulator's highest; predicted throughput was within {MODEL_ERROR:.0%} of that measured in nine of "
+        "ten services."
     )
 
 
 def _runner_up(trials: "Sequence[Trial]") -> list[str]:
+    from lamina.cli.console import show_usd
     from lamina.planning.simulate.trial import is_tie
 
     if len(trials) < 2:
         return []
     best, second = trials[:2]
-    costs = f"Next: {second.way.describe()}, at ${1000 * second.usd_per_request:.2f} for 1,000 requests"
+    costs = f"Next: {second.way.describe()}, at {show_usd(1000 * second.usd_per_request)} for 1,000 requests"
     if is_tie(second, best):
         waits = second.result.stalled_s.p99, best.result.stalled_s.p99
         return [f"{costs}: a tie in cost, but requests wait longer (p99 {waits[0]:.2f} s instead of {waits[1]:.2f} s)."]
@@ -262,7 +292,7 @@ def _rent(trials: "Sequence[Trial]", offloads: bool) -> list[str]:
         if way.memory is None or way.memory is way.compute
         else "Rent two pools, prefill and decoding apart"
     )
-    lines = [f"{what}: {way.describe()}, steps of up to {way.chunk} rows."]
+    lines = [f"{what}: {way.describe()}, steps of up to {way.chunk} tokens."]
     if offloaded is None:
         lines += ["No way to offload attention is within the targets at a comparable cost."] if offloads else []
     else:
@@ -304,6 +334,8 @@ def _best_to_launch(shape: "ModelShape", course: "Course", trials: "Sequence[Tri
     best = trials[0]
     if obstacle(best.way, shape, model) is None:
         return []
+    if shape.unread:
+        return []
     own = next((trial for trial in trials if obstacle(trial.way, shape, model) is None), None)
     if own is None:
         return ["No way that lamina launch starts came within the SLOs at a useful load."]
@@ -340,14 +372,43 @@ def _given_up(chosen: "Sequence[Capacity]", trials: "Sequence[Trial]") -> list[s
 
 
 def _refusal(server: "Server", candidates: "Sequence[Way]") -> ConfigError:
-    reasons = {reason: None for way in candidates if (reason := server.unfit(way)) is not None}
-    if reasons and all(server.unfit(way) is not None for way in candidates):
-        return ConfigError(f"no way to serve fits: {'; '.join(list(reasons)[-4:])}. Give other hardware or more of it")
+    reasons = [server.unfit(way) for way in candidates]
+    if reasons and all(reasons):
+        return ConfigError(f"no way to serve fits: {'; '.join(_nearest(filter(None, reasons)))}. {_remedy(server)}")
     slo = server.slo
+    cheapest = min(
+        sum(way.usd_per_hour(server.prices)) for way, why in zip(candidates, reasons, strict=True) if not why
+    )
+    if not slo.affords(cheapest):
+        return ConfigError(
+            f"no way to serve costs ${slo.usd_per_hour:.2f}/h or less; the cheapest that holds the model and a request "
+            f"costs ${cheapest:.2f}/h. Raise --budget, or give other hardware"
+        )
     budget = f", and ${slo.usd_per_hour:.2f}/h" if slo.usd_per_hour < math.inf else ""
     return ConfigError(
         f"no way to serve keeps p99 TTFT {slo.ttft_s:g} s and p99 TBT {slo.tbt_s * 1e3:g} ms{budget}; raise "
         "--slo-ttft, --slo-tbt or --budget, or allow other hardware or more workers"
+    )
+
+
+def _nearest(reasons: "Iterable[str]") -> list[str]:
+    """Return the reason with the largest numbers of each kind of reason: that of the way that nearly fits."""
+    best: dict[str, str] = {}
+    for reason in reasons:
+        kind = re.sub(r"(?<![a-z])\d+", "", reason)
+        best[kind] = max(best.get(kind, ""), reason, key=lambda text: [float(n) for n in re.findall(r"[\d.]+", text)])
+    return list(best.values())
+
+
+def _remedy(server: "Server") -> str:
+    """Return what to do if nothing fits: more devices help as long as tensor parallelism can use them."""
+    from lamina.planning.plan.ways import TENSOR_PARALLEL
+
+    heads = server.shape.kv_heads
+    most = max(degree for degree in TENSOR_PARALLEL if heads % degree == 0)
+    return (
+        f"Give hardware with more memory, or more of it: plans divide a copy of the weights over {most} devices at "
+        f"most ({heads} KV heads, no pipeline stages)"
     )
 
 
@@ -357,8 +418,7 @@ def _as_dict(
     trials: "Sequence[Trial]",
     notes: list[str],
     given_up: list[str],
-    model: str,
-    trace: Path | None,
+    asked: Asked,
     offloads: bool,
 ) -> dict[str, Any]:
     return {
@@ -368,7 +428,13 @@ def _as_dict(
         "slo": {name: limit if limit < math.inf else None for name, limit in vars(server.slo).items()},
         "recommended": advice(trials, offloads),
         "agreement": agreement(trials),
-        "notes": [*untried(server.shape, trials[0].way.compute.kind), *notes],
+        "notes": [
+            *_without_rdma(server, trials[0].way),
+            *_too_long(server),
+            *untried(server.shape, trials[0].way.compute.kind),
+            *notes,
+        ],
+        "price_warnings": server.prices.warnings(server.models, date.today()),
         "given_up": given_up,
         "ways": [
             {
@@ -384,9 +450,9 @@ def _as_dict(
                 "usd_per_million_in": trial.usd_per_million_in,
                 "usd_per_million_out": trial.usd_per_million_out,
                 "simulated": trial.result.summary(),
-                "simulate": simulate_line(course, trial, model, trace) if trace else None,
-                "starts_here": obstacle(trial.way, server.shape, model) is None,
-                "launch": launching(trial, server.shape, model, course.deployment(trial.capacity).max_num_seqs),
+                "simulate": simulate_line(course, trial, asked),
+                "starts_here": obstacle(trial.way, server.shape, asked.model) is None,
+                "launch": launching(trial, server.shape, asked.model, course.deployment(trial.capacity).max_num_seqs),
             }
             for trial in trials
         ],

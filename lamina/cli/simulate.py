@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from lamina.cli import options
+from lamina.cli.plan import DEFAULT_OUTPUT, DEFAULT_PROMPT
 from lamina.core.errors import ConfigError, LaminaError
 from lamina.core.types import KvCacheDType, PromptAttention
 
@@ -17,12 +18,21 @@ if TYPE_CHECKING:
 
     from lamina.planning.plan.hardware import Catalogue, Hardware
     from lamina.planning.plan.prices import Prices
+    from lamina.planning.plan.workload import TracedRequest
     from lamina.planning.simulate import Arrivals, Deployment, Result
+
+WITHOUT_TRACE = 400
+"""Requests to simulate where neither a trace nor --draw gives a number."""
 
 OVERLOADED = 0.9
 """The load is too high if requests are queued for more than this share of the time, and all arrived before it."""
 
 PRICES_HELP = "The market that prices everything: pods, aws, gcp, runpod, paper, own, or a TOML file. Default: pods."
+
+TERMS = (
+    "TTFT: time to the first token. TBT: time between tokens. p99: 99 of 100 are shorter. sustained: while requests "
+    "arrive; whole run: with its start and end. NIC: network card."
+)
 
 SystemName = Literal["lamina", "tensor-parallel", "chunked-prefill", "disaggregated"]
 
@@ -32,7 +42,20 @@ def simulate(
     compute: Annotated[
         str, typer.Option(help="Compute workers, kind:count; with --system disaggregated, those that prefill.")
     ],
-    trace: Annotated[Path, typer.Option(help="Arrival times and lengths: an Azure CSV or Mooncake .jsonl.")],
+    trace: Annotated[
+        Path | None, typer.Option(help="Arrival times and lengths: an Azure CSV or Mooncake .jsonl.")
+    ] = None,
+    prompt: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Without --trace: prompt tokens of every request. Requests arrive at random, --rate-scale a second. "
+            f"Default: {DEFAULT_PROMPT}.",
+        ),
+    ] = None,
+    output: Annotated[
+        int | None, typer.Option(min=1, help=f"The same for output tokens. Default: {DEFAULT_OUTPUT}.")
+    ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -73,7 +96,9 @@ def simulate(
     draw: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Simulate this many requests with lengths sampled from the trace, arriving at random."
+            min=1,
+            help="Simulate this many requests with lengths sampled from the trace, arriving at random. "
+            f"Without --trace: {WITHOUT_TRACE} by default.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of --draw.")] = 0,
@@ -162,13 +187,15 @@ def simulate(
         prices=_market(prices, (kind, memory_kind, prefill_kind)),
         engine=VLLM.lamina if system == sim.System.LAMINA.value else VLLM,
     )
-    arrivals = _arrivals(trace, rate_scale, draw, seed, first, max_tokens)
+    name, traced = _requests(trace, prompt, output, first)
+    draw = WITHOUT_TRACE if trace is None and draw is None else draw
+    arrivals = _arrivals(traced, rate_scale, draw, seed, first, max_tokens)
     faults = [*map(sim.parse_failure, fail or ()), *map(sim.parse_slowdown, slow or ())]
     with counting_progress("Requests", len(arrivals)) as on_progress:
         result = sim.simulate(
             deployment, arrivals, sim.System(system), faults, MOST_SPANS if trace_out else 0, on_progress
         )
-    _print(result, deployment, trace, any(fault.factor is None for fault in faults), as_json)
+    _print(result, deployment, name, any(fault.factor is None for fault in faults), as_json)
     try:
         if requests is not None:
             sim.write_requests(requests, result.log)
@@ -213,49 +240,72 @@ def _market(name: str | None, kinds: "Iterable[Hardware | None]") -> "Prices | N
     return market if all(map(market.lists, named)) else None
 
 
+def _requests(
+    trace: Path | None, prompt: int | None, output: int | None, first: int | None
+) -> "tuple[str, list[TracedRequest]]":
+    """Return the name of the requests, and a trace: of one request a second if only lengths are given."""
+    from lamina.planning.plan import workload
+
+    if trace is not None:
+        if prompt is not None or output is not None:
+            raise ConfigError("--trace and --prompt or --output both set the lengths of requests; give one of them")
+        return trace.name, workload.read_trace(trace)
+    if first is not None:
+        raise ConfigError("--first replays the beginning of a trace; give --trace, or --draw for a number of requests")
+    lengths = DEFAULT_PROMPT if prompt is None else prompt, DEFAULT_OUTPUT if output is None else output
+    return workload.of_lengths(*lengths).name, workload.one_a_second(*lengths)
+
+
 def _arrivals(
-    trace: Path, rate_scale: float, draw: int | None, seed: int, first: int | None, max_tokens: int
+    requests: "list[TracedRequest]",
+    rate_scale: float,
+    draw: int | None,
+    seed: int,
+    first: int | None,
+    max_tokens: int,
 ) -> "Arrivals":
     from lamina.planning import simulate as sim
-    from lamina.planning.plan.workload import read_trace
 
     if draw is not None and first is not None:
         raise ConfigError("--draw samples the whole trace and --first replays its beginning; give only one of them")
-    requests = read_trace(trace)
     if draw is None:
         requests.sort(key=lambda request: request.arrival_s)
         return sim.replay(requests[:first], rate_scale, max_tokens)
     return sim.draw(requests, draw, seed, rate_scale, max_tokens)
 
 
-def _print(result: "Result", deployment: "Deployment", trace: Path, lost: bool, as_json: bool) -> None:
+def _print(result: "Result", deployment: "Deployment", requests: str, lost: bool, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(_as_dict(result, deployment, trace), indent=2))
+        print(json.dumps(_as_dict(result, deployment, requests), indent=2))
         return
-    from lamina.cli.console import output, print_table
+    from lamina.cli.console import print_sentence, print_table
+    from lamina.cli.plan_commands import warn_of_prices
 
-    print_table(_summary(result, deployment, trace, lost))
+    print_table(_summary(result, deployment, requests, lost))
     if result.tokens:
         print_table(_pools(result))
+        print_sentence(TERMS, style="dim")
     if (decisions := result.decisions) is not None and decisions.steps:
         step_s = sum(decisions.seconds.values()) / decisions.steps
-        output().print(
+        print_sentence(
             f"On this machine, the engine's decisions took {step_s * 1e6:.0f} us per step with "
             f"{decisions.rows / decisions.steps:.0f} sequences: {step_s * result.steps / result.seconds:.1%} of one "
             "core for this load.",
             style="dim",
-            soft_wrap=True,
         )
+    if deployment.prices is not None:
+        kinds = (deployment.prefill, deployment.compute, deployment.memory)
+        warn_of_prices(deployment.prices, [kind.kind for kind in kinds if kind is not None])
 
 
-def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool) -> "Table":
+def _summary(result: "Result", deployment: "Deployment", requests: str, lost: bool) -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     from lamina.cli.console import show_rate
     from lamina.planning.simulate import State
 
-    table = Table(title=f"{result.system}: {deployment.model.name}, {trace.name}", box=SIMPLE_HEAD, show_header=False)
+    table = Table(title=f"{result.system}: {deployment.model.name}, {requests}", box=SIMPLE_HEAD, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     ended = ", ".join(f"{result.log.count(state)} {state.value}" for state in State if result.log.count(state))
@@ -264,6 +314,10 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
         table.add_row("lost", "a lost worker stops its engine: running requests fail, later ones are refused")
     elif result.log.count(State.REFUSED):
         table.add_row("refused", f"prompt and output may need more KV than {_holder(result.system, deployment)}")
+    most, lengths = deployment.model.max_tokens, result.log.arrivals.prompt + result.log.arrivals.output
+    if most is not None and (longer := int((lengths > most).sum())):
+        what = f"{longer} requests have more than the {most} tokens that {deployment.model.name} supports"
+        table.add_row("too long", f"{what}; lamina launch would reject them")
     if not result.tokens:
         return table
     table.add_row("sustained", _sustained(result))
@@ -295,22 +349,24 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
 
 def _sustained(result: "Result") -> str:
     """Return the rate at which requests end while others arrive, and what each costs then, as in `lamina plan`."""
-    from lamina.cli.console import show_rate
+    from lamina.cli.console import show_rate, show_usd
 
     rate, offered = result.served_requests_s, result.offered_requests_s
     text = f"{show_rate(rate)} requests/s"
     text += ", which arrived at once" if result.at_once else f", of {show_rate(offered)} that arrived"
     if result.usd_per_hour is None or not rate:
         return text
-    return f"{text}: ${result.usd_per_hour / 3.6 / rate:.2f} per 1,000 requests"
+    return f"{text}: {show_usd(result.usd_per_hour / 3.6 / rate)} per 1,000 requests"
 
 
 def _cost(result: "Result", deployment: "Deployment") -> str:
+    from lamina.cli.console import show_usd
+
     if deployment.prices is None or result.usd_per_million_out is None or result.usd_per_hour is None:
         return "not priced: the market pods does not have every kind; give --prices"
     return (
-        f"${result.usd_per_million_out:.2f} per million output tokens of the run, ${result.usd_per_hour:.2f} per hour "
-        f"(--prices {deployment.prices.name})"
+        f"{show_usd(result.usd_per_million_out)} per million output tokens of the run, ${result.usd_per_hour:.2f} per "
+        f"hour (--prices {deployment.prices.name})"
     )
 
 
@@ -335,11 +391,11 @@ def _pools(result: "Result") -> "Table":
     return table
 
 
-def _as_dict(result: "Result", deployment: "Deployment", trace: Path) -> dict[str, Any]:
+def _as_dict(result: "Result", deployment: "Deployment", requests: str) -> dict[str, Any]:
     settings = ("tensor_parallel", "lanes", "pipelining", "max_num_seqs", "max_num_batched_tokens")
     return {
         "model": deployment.model.name,
-        "trace": trace.name,
+        "trace": requests,
         **{name: getattr(deployment, name) for name in settings},
         "prices": deployment.prices.name if deployment.prices else None,
         **result.summary(),

@@ -268,6 +268,11 @@ def of_lengths(prompt: int, output: int, reuse: Sessions | None = None) -> Workl
     )
 
 
+def one_a_second(prompt: int, output: int) -> list[TracedRequest]:
+    """Return a trace of requests of one length, one a second, whose arrivals ``draw`` makes random."""
+    return [TracedRequest(second, prompt, output) for second in (0.0, 1.0)]
+
+
 def read_trace(file: Path) -> list[TracedRequest]:
     """Read the requests of a trace, in the order of the file, without those that lack a prompt or an output.
 
@@ -282,7 +287,7 @@ def read_trace(file: Path) -> list[TracedRequest]:
             if file.suffix == ".jsonl":
                 found = [_mooncake(json.loads(line)) for line in opened if line.strip()]
             else:
-                found = _azure(list(csv.DictReader(opened)))
+                found = _azure(csv.DictReader(opened))
     except OSError as error:
         raise ConfigError(f"the trace {file} cannot be read: {error.strerror}") from error
     except (KeyError, ValueError, TypeError, OverflowError, csv.Error) as error:
@@ -313,7 +318,10 @@ def _mooncake(row: Mapping[str, Any]) -> TracedRequest:
     return TracedRequest(seconds, prompt, output, content, _id(row["answer"]) if "answer" in row else None)
 
 
-def _azure(rows: Sequence[Mapping[str, str]]) -> list[TracedRequest]:
+def _azure(opened: "csv.DictReader[str]") -> list[TracedRequest]:
+    if missing := {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} - {*(opened.fieldnames or ())}:
+        raise KeyError(*sorted(missing))
+    rows = list(opened)
     # Azure gives seven digits of a second; datetime takes six. A time zone that follows is the same for all rows.
     moments = [datetime.fromisoformat(row["TIMESTAMP"][:26]).replace(tzinfo=None) for row in rows]
     return [

@@ -267,7 +267,9 @@ class Deployment:
     def memory_cost(self) -> CostModel:
         """The cost model of one memory worker. Raises ConfigError without a memory pool."""
         if self.memory is None or self.memory_workers < 1:
-            raise ConfigError("this system has two pools; give --memory KIND:COUNT too")
+            raise ConfigError(
+                "this system has two pools; give --memory KIND:COUNT too, or --memory local for KV beside the weights"
+            )
         return self._cost_model(self.memory)
 
     def _cost_model(self, hardware: Hardware) -> CostModel:

@@ -12,7 +12,7 @@ from lamina.planning.plan.model_shapes import ModelShape
 from lamina.planning.plan.overheads import NO_OVERHEAD, Engine
 from lamina.planning.plan.prices import Prices
 from lamina.planning.plan.ways import Capacity, Kind, Slo, Way
-from lamina.planning.plan.workload import TracedRequest, Workload
+from lamina.planning.plan.workload import TracedRequest, Workload, one_a_second
 from lamina.planning.simulate import System, simulate
 from lamina.planning.simulate.result import RequestLog, Result, State
 from lamina.planning.simulate.scenario import Arrivals, Deployment, draw, replay
@@ -118,7 +118,7 @@ class Course:
         self._shape = shape
         self._workload = workload
         lengths = max(1, round(workload.prompt)), max(1, round(workload.output))
-        self._trace = list(trace) or [TracedRequest(second, *lengths) for second in (0.0, 1.0)]
+        self._trace = list(trace) or one_a_second(*lengths)
         self.replays = any(request.content for request in self._trace)
         if self.replays:
             self._trace.sort(key=lambda request: request.arrival_s)

@@ -267,7 +267,7 @@ def test_ways_that_cannot_be_started_are_ranked_apart() -> None:
     rows = [(name, *("1.00",) * len(plan_ways.HEADINGS)) for name in ("first way", "second way", "third way")]
     table = plan_ways.table_of(rows[:1], "title", "caption", narrow=False, others=rows[1:], best="second way")
     labels = [str(cell) for cell in table.columns[0].cells]
-    assert labels == ["first way", "Other systems:", "second way", "third way"]
+    assert labels == ["first way", plan_ways.UNSTARTED, "second way", "third way"]
     assert [row.style for row in table.rows] == [None, "dim", "bold green", None]
     alone = plan_ways.table_of(rows, "title", "caption", narrow=False)
-    assert "Other systems:" not in [str(cell) for cell in alone.columns[0].cells]
+    assert plan_ways.UNSTARTED not in [str(cell) for cell in alone.columns[0].cells]

@@ -342,6 +342,21 @@ def test_low_rates_have_three_significant_digits(rate: float, shown: str) -> Non
     assert show_rate(rate) == shown
 
 
+def test_simulate_repeats_a_plan_without_a_trace_on_hardware_and_at_prices_of_one_s_own(tmp_path: Path) -> None:
+    mine, market = tmp_path / "my devices.toml", tmp_path / "my prices.toml"
+    mine.write_text("[h100]\nmemory_gb_s = 2000\n")
+    market.write_text("[kinds.h100]\nusd_per_hour = 2\nsource = 'a test'\ndate = '2025-01'\n")
+    files = f"--hardware {shlex.quote(str(mine))} --prices {shlex.quote(str(market))}"
+    found = json.loads(plan(f"--model Llama-2-13B --compute h100:1 --prompt 700 --output 20 {files} --json"))
+    (warning,) = found["price_warnings"]
+    assert "2025-01 for h100, more than 90 days ago" in warning
+    for way in found["ways"]:
+        done = CliRunner().invoke(app, [*shlex.split(way["simulate"])[1:], "--json"], catch_exceptions=False)
+        repeated = json.loads(done.stdout)
+        assert repeated["tbt_s"] == way["simulated"]["tbt_s"] and repeated["usd_per_hour"] == way["usd_per_hour"]
+        assert repeated["served_requests_s"] == way["requests_s"]
+
+
 def test_simulate_repeats_what_plan_printed(planned: tuple[Path, dict[str, Any]]) -> None:
     _, found = planned
     for way in found["ways"]:
@@ -358,13 +373,28 @@ def test_simulate_repeats_what_plan_printed(planned: tuple[Path, dict[str, Any]]
     ("line", "message"),
     [
         ("--slo-tbt 1ms", "no way to serve keeps p99 TTFT 2 s and p99 TBT 1 ms; raise --slo-ttft"),
-        ("--budget 1", r"and \$1.00/h; raise"),
+        ("--budget 1", r"costs \$1.00/h or less; the cheapest .* costs \$4.63/h. Raise --budget"),
         ("--prompt 900000 --output 10", "no way to serve fits: .*the longest request has 900010 tokens"),
         ("--prompt 0", "prompts of 0 tokens"),
         ("--context 100 --prompt 5", "--context plans for decoding alone"),
         ("--trace x.csv --prompt 5", "give only one of them"),
+        ("--model gpt-oss-120b --weight-dtype fp8", "stored as int4 already"),
     ],
 )
 def test_what_no_way_serves_is_refused(line: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         plan(f"--model Llama-2-13B --compute h100:1 --memory h20:1 --prices paper {line}")
+
+
+def test_a_trace_without_a_rate_is_refused_with_the_lengths_to_give_instead(tmp_path: Path) -> None:
+    trace = tmp_path / "one.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n")
+    with pytest.raises(UserError, match=r"has 1 requests, all at one time.*--prompt 4808 --output 10 instead"):
+        plan(f"--model Llama-2-13B --compute h100:1 --prices paper --trace {trace}")
+
+
+def test_a_plan_says_that_requests_are_longer_than_the_model_allows() -> None:
+    line = "--model Llama-2-13B --compute h100:1 --prices paper --output 4 --json --prompt"
+    longer, shorter = (json.loads(plan(f"{line} {prompt}"))["notes"] for prompt in (4100, 4000))
+    assert any("supports 4096 tokens; the longest request has 4104" in note for note in longer)
+    assert not any("supports" in note for note in shorter)

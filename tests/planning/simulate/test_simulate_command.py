@@ -47,6 +47,25 @@ def test_a_summary_requests_and_a_timeline(trace: Path, tmp_path: Path) -> None:
     assert {event["name"] for event in events if event["ph"] == "X"} == {"slice", "attention", "chunk attention"}
 
 
+def test_requests_of_one_length_need_no_trace(trace: Path) -> None:
+    lengths = ("--prompt", 300, "--output", 5)
+    done = run(*POOLS, *lengths, "--rate-scale", 3)
+    assert done.returncode == 0 and "400 finished" in done.stdout, done.stderr
+    assert "prompts of 300 tokens, outputs of 5" in done.stdout
+    found = json.loads(run(*POOLS, *lengths, "--rate-scale", 3, "--draw", 50, "--json").stdout)
+    assert found["requests"]["finished"] == 50 and found["tokens"] == 250
+    assert found["offered_requests_s"] == pytest.approx(3, rel=0.5)
+    for wrong, says in (((*lengths, "--trace", trace), "give one of them"), ((*lengths, "--first", 3), "give --trace")):
+        done = run(*POOLS, *wrong)
+        assert done.returncode == 2 and says in done.stderr
+
+
+def test_requests_longer_than_the_model_allows_are_counted(trace: Path) -> None:
+    long = run(*POOLS, "--prompt", 4090, "--output", 7, "--draw", 5)
+    assert "5 requests have more than the 4096 tokens that Llama-2-7B supports" in long.stdout
+    assert "supports" not in run(*POOLS, "--trace", trace).stdout
+
+
 def test_requests_that_come_too_fast_are_named_as_the_cause(trace: Path) -> None:
     for scale, overloaded in ((0.2, False), (100, True)):
         done = run(*POOLS, "--trace", trace, "--draw", 1000, "--rate-scale", scale)
