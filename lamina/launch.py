@@ -36,7 +36,7 @@ from lamina.schedule.policy import find_policy
 from lamina.text.tokenizer import Tokenizer
 from lamina.transport.listener import LOOPBACK
 
-REMOTE_TIMEOUT_S = 1800.0  # for people to start the workers of other machines
+REMOTE_TIMEOUT_S = 1800.0  # time in which people start the workers of other machines
 
 Pools = Mapping[Role, Mapping[str, Assigned]]
 """The workers of each pool, by name."""

@@ -36,8 +36,8 @@ class Unblocked(io.RawIOBase):
         super().__init__()
         self._descriptor = descriptor
         self._pieces: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None: pieces were dropped here
-        self._accepted_bytes = self._done_bytes = 0  # the latter by the thread alone
-        self._dropped_lines = self._reported_lines = 0  # the latter by the thread alone
+        self._accepted_bytes = self._done_bytes = 0  # the thread alone changes ``_done_bytes``
+        self._dropped_lines = self._reported_lines = 0  # the thread alone changes ``_reported_lines``
         self._marked = False
         threading.Thread(target=self._run, name=f"output-{descriptor}", daemon=True).start()
 

@@ -18,7 +18,7 @@ from lamina.core.sampling import is_unicode
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-RETRY_S = 1.0  # before a rejected request is sent again
+RETRY_S = 1.0  # wait before a rejected request is sent again
 RETRIED = (429,)  # statuses of an engine whose queue is full
 
 

@@ -152,7 +152,7 @@ def _show_network(cluster: "Cluster") -> None:
     )
 
 
-START_S, END_S = 60.0, 10.0  # of the far side's process
+START_S, END_S = 60.0, 10.0  # longest start and end of the far side's process
 CONNECT_S = 5.0
 MAX_PORT = 65535
 

@@ -22,7 +22,7 @@ ADMINISTER_S = 1800.0  # the server answers once workers have joined: compute wo
 TOKEN_S = 600.0
 """Longest wait for the next token. The first token waits for the queue and the prompt too."""
 
-END_S = 180.0  # from the answer to "stop" until the server stops listening: requests and workers may finish
+END_S = 180.0  # longest time from the answer to "stop" until the server stops listening
 POLL_S = 0.2
 BAR = 20  # characters of the bar that shows a memory worker's slots
 

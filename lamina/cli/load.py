@@ -148,7 +148,7 @@ class Load:
         self._timeout_s = timeout_s
         self._on_answer = on_answer
         self._answers: list[Answer] = []
-        self._texts: dict[int, str] = {}  # of the answers that later prompts of a trace repeat
+        self._texts: dict[int, str] = {}  # answers that later prompts of a trace repeat
         self._start = 0.0
 
     async def send_all(self, planned: Sequence[Conversation]) -> list[Answer]:

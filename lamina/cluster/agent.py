@@ -42,11 +42,11 @@ from lamina.transport.shm import host
 log = logging.getLogger(__name__)
 
 REACH_S = 60.0  # wait for an engine that does not listen yet
-SILENT_S = 3.0  # before the user is told that the agent is waiting
-ATTEMPT_S = 10.0  # for one connection attempt, and for the engine's first message
-RETRY_S = 0.5  # between connection attempts
+SILENT_S = 3.0  # wait before the user is told that the agent is waiting
+ATTEMPT_S = 10.0  # longest wait in one connection attempt, and for the engine's first message
+RETRY_S = 0.5  # wait between connection attempts
 TURN_S = 0.5  # most time of one poll
-LAST_WORDS_S = 3.0  # for the last message to be sent
+LAST_WORDS_S = 3.0  # longest wait until the last message is sent
 
 _FAILED = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
 _EVENTS = _FAILED | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED

@@ -65,9 +65,9 @@ from lamina.dataplane.leases import messages, slot_rows
 from lamina.dataplane.transport_choice import Choice, Offer
 from lamina.schedule.limits import Limits
 
-REACH_S = 20.0  # for workers to connect to another engine
-RECALL_S = 10.0  # for a worker to report what it has kept: its last slice may be long
-END_S = 60.0  # for all workers to drop their steps: one may be inside a long slice
+REACH_S = 20.0  # longest wait for workers to connect to another engine
+RECALL_S = 10.0  # longest wait for a worker's report of what it has kept: its last slice may be long
+END_S = 60.0  # longest wait until all workers have dropped their steps: one may be inside a long slice
 POLL_S = 0.01
 
 

@@ -46,7 +46,7 @@ from lamina.schedule.turn import DEPTH
 from lamina.transport.endpoint import SPIN_S
 from lamina.transport.shm import host
 
-CLOCK_TIMEOUT_S = 10.0  # for a worker to tell the time
+CLOCK_TIMEOUT_S = 10.0  # longest wait for a reading of a worker's clock
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from lamina.dataplane.transport_choice import Choice, Offer, Transport, choose
 
 log = logging.getLogger(__name__)
 
-LINK_TIMEOUT_S = 60.0  # per worker: one may fail to reach every other, and wait for others that do the same
+LINK_TIMEOUT_S = 60.0  # time for each worker: one may fail to reach every other, and wait for others that do so
 
 Pair = tuple[str, str]
 

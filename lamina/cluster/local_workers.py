@@ -35,8 +35,8 @@ an H200 reads at full bandwidth with 36 KB in flight per multiprocessor (``kerne
 KiB of attention, 55% of them would do."""
 
 STOP_TIMEOUT_S = 5.0
-ANSWER_S = 60.0  # for the supervisor to start or end workers
-KILL_TIMEOUT_S = 10.0  # for the kernel to end a killed process, which may have gigabytes of memory to free
+ANSWER_S = 60.0  # longest wait for the supervisor to start or end workers
+KILL_TIMEOUT_S = 10.0  # longest wait for a killed process to end: the kernel may have gigabytes to free
 
 # Low enough that spinning OpenMP threads do not starve other workers on their cores, high enough not to slow GEMMs;
 # above 10000 a pair of workers on shared cores is ten times slower. Read by libgomp when torch is imported.

@@ -68,10 +68,10 @@ Bundle = Mapping[str, float]
 ACCELERATORS = {kind: name.split()[1] for kind, name in GPUS.items() if len(name.split()) == 2}
 """GPU kinds that Ray recognizes by itself, with its names for them: the driver's without NVIDIA."""
 
-_HIDDEN = ("memory", "object_store_memory", "node:")  # of no interest here
+_HIDDEN = ("memory", "object_store_memory", "node:")  # prefixes of Ray's resources that no worker takes
 
-PLACE_S = 600.0  # for Ray to find a node for a worker: its autoscaler may have to rent one
-A_LITTLE = 0.001  # of an accelerator type, which every GPU of a node shares
+PLACE_S = 600.0  # longest wait for Ray to find a node for a worker: its autoscaler may have to rent one
+A_LITTLE = 0.001  # amount that a worker takes of an accelerator type, which every GPU of a node shares
 
 _VENDORS = ("nvidia", "geforce", "tesla", "rtx")
 

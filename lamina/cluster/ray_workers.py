@@ -123,7 +123,7 @@ class RayWorkers:
         self._closing = threading.Event()
         self._tending: dict[str, threading.Thread] = {}
         self._killed = set[str]()  # workers that ``kill_worker`` was called for
-        self._lock = threading.Lock()  # of the following two
+        self._lock = threading.Lock()  # guards ``_placed`` and ``_wishes``
         self._placed: dict[str, _Placed] = {}
         self._wishes: list[Wish] = []
         self._actor = ray.remote(AgentActor)

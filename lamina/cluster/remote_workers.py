@@ -42,7 +42,7 @@ from lamina.transport.shm import host
 log = logging.getLogger(__name__)
 
 TURN_S = 0.5
-REPORT_S = 3.0  # beyond the time that agents give their workers to exit, for their last messages
+REPORT_S = 3.0  # wait for agents' last messages, after the time in which their workers exit
 
 
 @dataclass(eq=False)
@@ -107,7 +107,7 @@ class RemoteWorkers:
             raise _cannot_listen(where, port, error) from error
         self._router.known[secret.curve_keys(AGENT)[0]] = ""
         self.port = self._router.port
-        self._lock = threading.Condition()  # of everything below
+        self._lock = threading.Condition()  # guards everything below
         self._agents: dict[bytes, _Agent] = {}
         self._vacancies: list[_Vacancy] = []
         self._wishes: list[Wish] = []

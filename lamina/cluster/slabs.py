@@ -17,7 +17,7 @@ from lamina.kv import prefix_tree
 from lamina.memory.device.windows import most_rows, with_spare
 from lamina.schedule.limits import Limits
 
-KV_SHARE = 0.5  # of the memory that is free once the weights are loaded, for all memory workers together
+KV_SHARE = 0.5  # share that all memory workers together get of the memory that is free once weights are loaded
 LEAST_GAIN = 1.2
 """With a prefix cache, layers with a window forget only if that gives at least this many times the token slots.
 

@@ -111,7 +111,7 @@ class StepExchange:
         if scratch is not None and self._chunks is not None and len(scratch.queries) < len(self._chunks.rows):
             self._scratch_rows = torch.from_numpy(np.searchsorted(self._chunks.rows, scratch.queries))
         self._share_arrays: tuple[Array, Array] | None = None
-        self._share_partial: Partial | None = None  # the same as tensors
+        self._share_partial: Partial | None = None  # ``_share_arrays`` as tensors
         workers = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
         workers = [worker for worker in workers if share is None or worker != share.worker]
         messages = {worker: message_rows(plan, segments, worker, shards, rank.number, rank.count) for worker in workers}

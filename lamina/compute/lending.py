@@ -61,7 +61,7 @@ class Lender:
         self._serving = Serving(
             store, puller, timeline, mail.channels, connect.pipeline, connect.computes, lambda: None
         )
-        self._waiting: list[Request] = []  # until their plans arrive; the engine ends a step that makes no progress
+        self._waiting: list[Request] = []  # requests whose plans have not arrived
         self._reported = 0.0
 
     @property

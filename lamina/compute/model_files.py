@@ -23,10 +23,10 @@ from lamina.models.directory import CONFIG, checkpoint_digest
 log = logging.getLogger(__name__)
 
 SNAPSHOT = re.compile(r"/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<revision>[0-9a-f]{40})/?$")
-LOCK_S = 1800.0  # for another worker of this machine to fetch the same files
+LOCK_S = 1800.0  # longest wait while another worker of this machine fetches the same files
 LOG_S = 10.0
 POLL_S = 0.2
-SPARE_NBYTES = 1 << 28  # that stay free on the disk
+SPARE_NBYTES = 1 << 28  # bytes that stay free on the disk
 
 Fetch = Callable[[FileSource, Path, OnFetched], None]
 Tell = Callable[[str, int, int], None]

@@ -28,8 +28,8 @@ from lamina.transport.base import Arena, Target
 from lamina.transport.endpoint import Wait
 from lamina.worker.links import Links
 
-TIMEOUT_S = 300.0  # for another rank, which may wait for the attention of a long prompt
-SLICE_S = 0.05  # between two checks for EndEpoch while a rank waits for another
+TIMEOUT_S = 300.0  # longest wait for another rank, which may wait for the attention of a long prompt
+SLICE_S = 0.05  # time between two checks for EndEpoch while a rank waits for another
 _LANE = struct.Struct("<Q")  # format of an announcement
 ANNOUNCED = ORDER_NBYTES // _LANE.size  # most unread announcements
 

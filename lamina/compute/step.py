@@ -23,7 +23,7 @@ from lamina.dataplane.wire import Array
 from lamina.lowering import Workspace
 from lamina.splitter import Crossing, as_numpy
 
-AHEAD_SLICE_S = 1e-4  # between two looks while the device runs a whole step: has it ended, has the next plan come
+AHEAD_SLICE_S = 1e-4  # time between two checks while the device runs a whole step
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class ComputeWorker(WorkerLoop):
         self._overlap = setup.overlap
         self._rank = sums.rank
         self._shards = shards
-        self._done: list[StepDone] = []  # not sent yet
+        self._done: list[StepDone] = []  # reports that have not been sent
         self._recalled = False  # an engine has ended, and the next one waits for a report
 
     def _serve_once(self) -> None:

@@ -61,7 +61,7 @@ class Liveness:
 
 
 WINDOW_S = 600.0
-FIRST_WAIT_S = 1.0  # after the second loss within the window; it doubles with each further one
+FIRST_WAIT_S = 1.0  # wait after the second loss within the window; each further loss doubles it
 MOST_WAIT_S = 60.0
 
 

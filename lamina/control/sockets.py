@@ -49,10 +49,10 @@ ENGINE = "engine"
 ANY = "0.0.0.0"
 HEARTBEAT = b"/heartbeat"
 MAX_MESSAGES = 1024  # read by one ``receive``: a worker that floods the engine must not starve its turns
-MAX_MESSAGE_NBYTES = 1 << 30  # from a worker; a longer one closes its connection
+MAX_MESSAGE_NBYTES = 1 << 30  # longest message from a worker; a longer one closes its connection
 DESCRIPTORS_PER_WORKER = 3  # two connections and, of a local one, its process
-OTHER_DESCRIPTORS = 1024  # of everything else in the engine's process: clients, files
-SETUP_TIMEOUT_S = 1800.0  # between two set-up messages: other workers may be loading a large model
+OTHER_DESCRIPTORS = 1024  # descriptors of everything else in the engine's process: clients, files
+SETUP_TIMEOUT_S = 1800.0  # longest time between two set-up messages: other workers may be loading a large model
 REFUSED_S = 2.0  # time without a connection after which a send concludes that the engine has rejected this worker
 
 

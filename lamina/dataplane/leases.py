@@ -23,8 +23,8 @@ SLOTS = 2  # messages in flight over a link, in each direction
 SLOT_ROWS = 256  # most rows of a slot; larger messages are fetched, which copies them twice more
 LEAST_SLOT_ROWS = 64
 SLOT_ROWS_OF_ALL = 4096  # slot rows of all links of a worker together, if each link has ``LEAST_SLOT_ROWS``
-HEADER_NBYTES = 64  # in front of the message in every slot
-PROOF_NBYTES = 64  # at the beginning of every lease
+HEADER_NBYTES = 64  # size of the header in front of the message in every slot
+PROOF_NBYTES = 64  # size of the proof at the beginning of every lease
 VERDICT = PROOF_NBYTES - 1  # byte of the proof that the owner sets: 1 if the proof of the peer's device has arrived
 # Doorbells of a lease, counted from its first. The owner of the arena waits on them, the peer rings.
 PROOF = 0

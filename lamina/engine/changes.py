@@ -21,7 +21,7 @@ from lamina.schedule.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-LAST_WORDS_S = 0.5  # for the message of a worker whose process has ended to arrive
+LAST_WORDS_S = 0.5  # longest wait for the last message of a worker whose process has ended
 
 
 class JoinStage(enum.Enum):
@@ -260,7 +260,7 @@ def _numbers(names: Iterable[str]) -> "itertools.count[int]":
     return itertools.count(1 + max((int(name.lstrip(string.ascii_lowercase)) for name in names), default=-1))
 
 
-STOP_S = 10.0  # for a worker to exit after it was told to stop
+STOP_S = 10.0  # time in which a worker exits after it was told to stop
 
 
 class LeaveStage(enum.Enum):

@@ -52,7 +52,7 @@ from lamina.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 60.0
-RECALL_S = 30.0  # for requests of an earlier engine to come again, until their KV is released
+RECALL_S = 30.0  # requests of an earlier engine must come again within this time, or their KV is released
 MOST_COMMANDS = 256  # run in one turn, so that one client's many requests do not delay the others' tokens
 
 
@@ -90,7 +90,7 @@ class Engine:
         self.model_aliases = tuple(aliases)
         self.tokenizer = tokenizer
         self.vocab_size = cluster.loaded.vocabulary
-        self._seeds = random.Random(config.seed)  # for requests without a seed
+        self._seeds = random.Random(config.seed)  # draws the seeds of requests that give none
         self.max_model_len = limits.max_model_len
         self.sampling_defaults = sampling_defaults(model, config.generation_config)
         self.cluster = cluster
@@ -134,7 +134,7 @@ class Engine:
         self._steps = 0
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._lock = threading.Lock()  # guards changes of _commands, _tracked, _places and _dead together
-        self._tracked: dict[str, TrackedRequest] = {}  # from submission to the terminal state
+        self._tracked: dict[str, TrackedRequest] = {}  # by request id, from submission to the terminal state
         self._places = Places(MAX_WAITING + limits.max_sequences)
         self._dead: str | None = None
         self._turn_observers: list[Callable[[], None]] = []

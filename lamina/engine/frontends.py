@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 MOST_UNSENT = 16384  # unread messages of a frontend, one per turn
 MOST_AT_ONCE = 64  # prompts of one message queued before other messages are handled: a millisecond or two
 POLL_MS = 100
-WELCOME_MS = 5  # between two attempts to reach a frontend that has not connected yet
+WELCOME_MS = 5  # time between two attempts to reach a frontend that has not connected yet
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 
 
@@ -127,10 +127,10 @@ class Frontends:
         self._on_lost = on_lost
         self._on_death = on_death
         self._members: dict[str, _Member] = {name: _Member(name) for name in names}
-        self._unwelcomed = set(names)  # not told yet of this engine
+        self._unwelcomed = set(names)  # frontends that were not told yet of this engine
         self._exited = set[str]()  # their last messages may be read after their ends
         self._supervisor_pid = supervisor_pid
-        self._submissions: deque[_Submission] = deque()  # of the thread that reads
+        self._submissions: deque[_Submission] = deque()  # owned by the thread that reads
         self._context = zmq.Context()
         self._requests = self._context.socket(zmq.ROUTER)
         self._answers = self._context.socket(zmq.ROUTER)

@@ -13,8 +13,8 @@ from lamina.core.topology import Topology
 from lamina.schedule.suspects import DEATHS_ALONE
 from lamina.schedule.turn import Turn
 
-GRACE_S = 2.0  # from a complaint until the process of the worker must have been seen to end, or the link counts as cut
-ACKNOWLEDGE_S = 60.0  # for a worker to end an epoch: it may be inside a long slice
+GRACE_S = 2.0  # wait after a complaint: if the worker's process has not ended by then, the link counts as cut
+ACKNOWLEDGE_S = 60.0  # longest time in which a worker ends an epoch: it may be inside a long slice
 
 
 @dataclass
@@ -96,7 +96,7 @@ def _others(pairs: Collection[tuple[str, str]], worker: str) -> str:
     return ", ".join(sorted({name for pair in pairs if worker in pair for name in pair} - {worker}))
 
 
-PROGRESS_TIMEOUT_S = 120.0  # without progress of any worker on a step; with progress, a step may take any time
+PROGRESS_TIMEOUT_S = 120.0  # longest time without progress on a step; with progress, a step may take any time
 MOVE_TIMEOUT_S = 600.0
 POLL_S = 0.1
 
@@ -120,7 +120,7 @@ class Watch:
         self._failures: dict[str, Failed] = {}  # by worker: its message about its own failure
         # By lane: time and worker of the last progress of a step, the least recent first.
         self._progress: dict[int, tuple[float, str]] = {}
-        self._moves: dict[int, tuple[KvMove, float]] = {}  # in progress, with their deadlines
+        self._moves: dict[int, tuple[KvMove, float]] = {}  # by number: moves in progress with their deadlines
 
     def apply_topology(self, topology: Topology) -> None:
         """Watch only members of ``topology`` from now on."""

@@ -121,7 +121,7 @@ class Members:
         self.recoveries = self.recomputed = 0
         self._turned = -POLL_S  # when ``turn`` last advanced the pools
         self._behind = set[str]()  # workers whose disks were logged as too slow
-        self._changes = 0  # of the topology within epochs
+        self._changes = 0  # number of changes of the topology within epochs
         self._ending: Ending | None = None  # workers are lost, and the others still have to end the epoch
         fabric, wanted = cluster.fabric, cluster.wanted or topology.sizes
         self.pools = (

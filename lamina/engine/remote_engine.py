@@ -127,15 +127,15 @@ class RemoteEngine:
         self._requests = self._connect(bootstrap.name, bootstrap.requests)
         self._answers = self._connect(bootstrap.name, bootstrap.answers)
         self._supervisor = os.pidfd_open(bootstrap.supervisor_pid)
-        self._incarnation: int | None = None  # of the engine process connected to
+        self._incarnation: int | None = None  # incarnation of the engine that this client is connected to
         self._seeds = random.Random(bootstrap.seed)
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()  # guards _requests, _encoder, _asked, _named and _replies
         self._numbers = itertools.count()
         self._asked: dict[int, _Asked] = {}
         self._named: dict[str, int] = {}  # request id to number
-        self._replies: dict[int, concurrent.futures.Future[Any]] = {}  # of submissions and statistics, by number
-        self._submitting: set[int] = set()  # the submissions among them
+        self._replies: dict[int, concurrent.futures.Future[Any]] = {}  # by number of a submission or question
+        self._submitting: set[int] = set()  # numbers in ``_replies`` that are submissions
         self._welcome = asyncio.Event()
         self._last = EngineStats(0, 0, 0, 0, 0, 0, {}, None)
 

@@ -14,8 +14,8 @@ from lamina.core.topology import Pool, Role, Topology, may_run, role_of
 
 log = logging.getLogger(__name__)
 
-AWAIT_S = 600.0  # for another machine's worker to replace the last worker of a pool
-RETRY_S = 5.0  # before a replica with workers of other machines that has not started is started again
+AWAIT_S = 600.0  # longest wait for another machine's worker to replace the last worker of a pool
+RETRY_S = 5.0  # wait before a replica with workers of other machines, which has not started, is started again
 
 
 @dataclass(frozen=True)

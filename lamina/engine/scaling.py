@@ -166,7 +166,7 @@ class Scaling:
         self._scalers = {pool: Autoscaler(each, WINDOWS[pool]) for pool, each in bounds.items() if pool != "prefill"}
         workers = members.topology.pipeline.workers
         self._roles = RoleBalance(*(one // workers for one in bounds["prefill"])) if "prefill" in bounds else None
-        self._resizes: list[tuple[Pool, int, Resize]] = []  # in progress
+        self._resizes: list[tuple[Pool, int, Resize]] = []  # resizes in progress: pool, change, and its future
         self._refused: dict[Pool, float] = {}  # by pool: time before which it is not resized, after a refusal
         self._looked = 0.0
         self._busy = collections.deque[tuple[float, float]](maxlen=round(BUSY_S / LOOK_S))  # time, seconds in slices

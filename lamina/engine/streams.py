@@ -254,7 +254,7 @@ class AsyncOutputs(AsyncIterator[Update]):
         self._ready: list[Update] = []
         self.push: Callable[[], bool] = lambda: False
         self._waits = False
-        self._failure: Exception | None = None  # of ``push``
+        self._failure: Exception | None = None  # what ``push`` raised
         self._requests = _Requests(engine, request_id, self._wake, client, most_unread)
         self.pop_middle = self._requests.pop_middle
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 OnTrace = Callable[[Mapping[str, list[Span]]], None]
 
 TRACE_TIMEOUT_S = 10.0
-BETWEEN_NS = 500_000_000  # at least, between two windows; several people may watch
+BETWEEN_NS = 500_000_000  # least time between two windows; several people may watch
 SHOWN_NS = 5_000_000_000  # age at which a worker's spans are no longer shown
 
 

@@ -141,7 +141,7 @@ class TrackedRequest:
         self.plain: dict[int, Unfinished] = {}
         self.has_news = self.finished = False
         self.reasons: list[FinishReason] = []
-        self._finished_tokens = 0  # of completions that have finished
+        self._finished_tokens = 0  # tokens of completions that have finished
         begun = drawn or {index: list[int]() for index in range(request.params.n)}
         self._unfinished = {index: Unfinished(index, len(tokens)) for index, tokens in begun.items()}
         self._finished_news: list[

@@ -263,7 +263,7 @@ class RequestText:
         scored = params.prompt_logprobs is not None
         context = tokenizer.context(tokens[:1] if scored else tokens)
         self._selects = params.best_of is not None and params.best_of > params.n
-        self._unselected: RequestUpdate | None = None  # until the best completions are known
+        self._unselected: RequestUpdate | None = None  # sum of updates while the best completions are not known
         self._texts = [
             _Text(
                 IncrementalDetokenizer(tokenizer, context, self._skip_special),

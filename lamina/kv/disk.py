@@ -21,7 +21,7 @@ from lamina.kv.prefix_cache import PrefixCache
 from lamina.kv.prefix_tree import Node, PrefixTree
 
 FULL = 0.5  # a worker copies prefixes while this share of its slots is reserved or cached
-MOST_BLOCKS = 32  # in one copy
+MOST_BLOCKS = 32  # most blocks in one copy
 
 
 def keys_of(salt: str, ids: Ids, tokens: int) -> list[bytes]:
@@ -38,7 +38,7 @@ class Blocks:
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count))
-        self._kept: collections.OrderedDict[bytes, int] = collections.OrderedDict()  # the least recently used first
+        self._kept: collections.OrderedDict[bytes, int] = collections.OrderedDict()  # by key, in order of use
         self._pinned = collections.Counter[int]()
 
     def __len__(self) -> int:
@@ -157,7 +157,7 @@ class Disks:
         # Leaves in the order in which they were cached, with the number of blocks at their start already examined.
         self._uncopied: dict[str, collections.deque[tuple[Node, int]]] = {}
         self._copying: dict[str, _Copying] = {}  # by worker
-        self._wanted: list[_Coming] = []  # in no plan yet
+        self._wanted: list[_Coming] = []  # fetches that are in no plan yet
         self._coming: dict[int, _Coming] = {}  # by number
         self._arrived: list[_Coming] = []
         self._failed = set[str]()  # workers whose disks are not used any more

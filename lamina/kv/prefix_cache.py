@@ -48,13 +48,13 @@ class PrefixCache:
         self._enabled = enabled
         self._window = window
         self._trees = {worker: self._new_tree(worker) for worker in placement.capacities} if enabled else {}
-        self._shared: dict[Group, tuple[PrefixTree, Node]] = {}  # the last node that each request shares
+        self._shared: dict[Group, tuple[PrefixTree, Node]] = {}  # by request: the last node that it shares
         self._grown: dict[PrefixTree, None] = {}  # trees with new checkpoints
         self._dealt: dict[Group, Node] = {}  # the entries of ``_shared`` that no plan has admitted yet
         self._branches: dict[Group, int] = {}  # prefix lengths that are in the tree, but that requests recompute
         self._forks: list[Fork] = []
         self._released: list[int] = []
-        self._moving: dict[Node, int] = {}  # the last node of each range that moves, with the range's first token
+        self._moving: dict[Node, int] = {}  # by last node of a range that moves: the range's first token
         self._kept: list[Node] = []  # leaves added since ``pop_kept``
         self.evicted = Counter[str]()
 

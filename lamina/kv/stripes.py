@@ -94,9 +94,9 @@ class StripedPlacement(Placement):
     ) -> None:
         """``capacities`` has tokens with all heads by memory worker."""
         self._shards = shards
-        self._parts: dict[str, Parts] = {}  # of every place
+        self._parts: dict[str, Parts] = {}  # by place: its parts
         self._slots: dict[str, int] = {}
-        self._current: list[str] = []  # the stripes on which requests are placed
+        self._current: list[str] = []  # stripes on which requests are placed
         self._ranks = frozenset[str]()  # workers that are parts of local memory alone
         self._leaving = set[str]()  # workers
         super().__init__(self._follow(capacities, local_parts(topology, shards)), longest, topology=topology)

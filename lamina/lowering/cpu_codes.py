@@ -37,7 +37,7 @@ _PANEL = 32  # outputs
 _LEAST_GROUP = 16
 _QUAD = 4  # inputs that an instruction for codes of 8 bits multiplies at once
 _MOST_X_GROUP = 128
-_MIDDLE = 8.0  # of codes of 4 bits: their zero point if the weight has no zero points of its own
+_MIDDLE = 8.0  # zero point of codes of 4 bits if the weight has no zero points of its own
 
 
 @dataclass(frozen=True)

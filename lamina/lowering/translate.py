@@ -23,7 +23,7 @@ aten = torch.ops.aten
 _END = 2**63 - 1
 _IDS = object()
 T = TypeVar("T")
-_PAIRS = (0, 0, 0, 0)  # in place of ``PackedCodes.native``, for a weight in bfloat16
+_PAIRS = (0, 0, 0, 0)  # what a weight in bfloat16 has in place of ``PackedCodes.native``
 
 
 def translate(

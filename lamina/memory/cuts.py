@@ -21,9 +21,9 @@ CUT_S = 4e-3
 _PRODUCTS_PER_S: Mapping[Path, float] = {Path.PORTABLE: 7e9, Path.AVX2: 45e9, Path.AVX512_BF16: 140e9}
 """Products with elements of K and V that a thread computes per second, see bench/kernels/attention.py."""
 
-MOST_PRODUCTS = int(CUT_S * _PRODUCTS_PER_S[BEST_PATH])  # of a thread in a cut
+MOST_PRODUCTS = int(CUT_S * _PRODUCTS_PER_S[BEST_PATH])  # products that a thread computes in a cut
 _TILE = 64  # tokens that the native kernel takes at once
-_FEWEST_TOKENS = 512  # of a range: merging shorter ones costs too much
+_FEWEST_TOKENS = 512  # fewest tokens of a range: merging shorter ranges costs too much
 
 
 class Cut(NamedTuple):

@@ -23,7 +23,7 @@ from lamina.memory.device.base import Floats
 from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore, StepTables
 
-PLAN_TIMEOUT_S = 30.0  # for the plan of a request that has arrived
+PLAN_TIMEOUT_S = 30.0  # longest wait for the plan of a request that has arrived
 _DONE = object()
 
 

@@ -136,14 +136,14 @@ class Admissions:
     ) -> None:
         self._only: Collection[str] | None = None  # the requests that may be admitted; None: all may
         self._max_sequences = limits.max_sequences
-        self._rows = limits.max_num_batched_tokens  # of a step, and so the sequences that fit one lane
+        self._rows = limits.max_num_batched_tokens  # rows of a step, which bound the sequences of one lane
         self._placement = placement
         self._residents = residents
         self._prefixes = prefixes
         self._policy = policy
         self._queue = WaitingQueue() if policy.fair else RankedQueue(policy)
         self._skipped: dict[Group, int] = {}  # with the step at which each was skipped
-        self._reserved: _Reservation | None = None  # for the first skipped request
+        self._reserved: _Reservation | None = None  # reservation for the first skipped request
         self._preferred: _Preference | None = None
         self._passed = 0  # the last step at which requests passed skipped ones
         self._steps = 0

@@ -171,7 +171,7 @@ class PromptBatch:
         without ``rank``, it was added first."""
         self._first_share = first_share
         self._rank = rank
-        self._owners: dict[Completion, Group] = {}  # in order
+        self._owners: dict[Completion, Group] = {}  # prompts' owners, in the order in which the prompts run
         self._shortest: list[tuple[int, int, Completion]] = []  # a heap of (left, sequence, ...); some are out of date
 
     def __len__(self) -> int:

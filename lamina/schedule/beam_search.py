@@ -73,7 +73,7 @@ class BeamSearch:
         self._early_stopping = params.early_stopping
         self._max_tokens = max_tokens
         self._ends = frozenset(ends)
-        self._scores = [0.0]  # of the beams, by place; a single one as long as all are equal
+        self._scores = [0.0]  # by place: score of the beam; a single score as long as all are equal
         self._tokens: list[list[int]] = [[]]
         self.hypotheses: list[Hypothesis] = []
         self.done = False

@@ -86,11 +86,11 @@ class LaneChooser:
         self._attention_before: dict[str, tuple[int, float]] = {}
         self._attention_per_step: dict[str, float] = {}
         self._completed = 0  # steps since the start
-        self._steps = self._rows = self._decoding = 0  # since the last evaluation
+        self._steps = self._rows = self._decoding = 0  # counts since the last evaluation
         self._seconds = self._squares = 0.0
         self._seen: list[tuple[int, float]] = []  # rows and waits since the last evaluation
         self._since: float | None = None
-        self._best = pipeline.first_arrangement  # at the last evaluation
+        self._best = pipeline.first_arrangement  # best arrangement at the last evaluation
 
     def note_step(self, rows: int, decoding: int, busy_s: float, waited_s: float) -> None:
         """Record a completed step.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lamina.schedule.pace import LEARN
 
-MARGIN_S = 0.002  # for a plan to be made and to reach its workers
+MARGIN_S = 0.002  # time in which a plan is made and reaches its workers
 LATENESS = 3  # times the mean lateness of plans by which plans are due earlier
 
 

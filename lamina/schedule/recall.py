@@ -38,7 +38,7 @@ class Recall:
         the last one kept still attends to."""
         self._placement, self._prefixes, self._windowed = placement, prefixes, windowed
         self._kept: dict[str, list[_Kept]] = {}  # by request id
-        self._claims: list[tuple[_Kept, Request, Drawn | None]] = []  # for the next plan
+        self._claims: list[tuple[_Kept, Request, Drawn | None]] = []  # claims that the next plan settles
 
     def __bool__(self) -> bool:
         return bool(self._kept or self._claims)

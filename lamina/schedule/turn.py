@@ -145,11 +145,11 @@ class Turn:
         self.in_flight: dict[int, StepPlan] = {}
         self.busy_s = self.prefill_busy_s = self.between_s = 0.0
         self._pipeline = pipeline
-        self._epoch_ends = False  # until the next epoch begins
+        self._epoch_ends = False  # True from the end of an epoch until the next one begins
         self.is_paused = False
         self._serves = True  # both roles have a worker
         self._depth = DEPTH if plan_ahead else 1
-        self._times = PlanTimes()  # of lanes that take requests over from prefill lanes
+        self._times = PlanTimes()  # when lanes plan that take requests over from prefill lanes
         self.next_plan_at = math.inf
         self._answers = Answers()
         self._suspects = Suspects()

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SCALE_PATH, STOP_PATH = "/admin/scale", "/admin/stop"
-MOST_CHANGE_NBYTES = 1024  # of a body
+MOST_CHANGE_NBYTES = 1024  # largest body of a request to scale or stop
 POOLS = ("compute", "memory", "prefill")
 
 

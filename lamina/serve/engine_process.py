@@ -45,7 +45,7 @@ from lamina.worker.process import exit_with
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 60.0  # for the supervisor to tell this process to close, once the engine has stopped
+CLOSE_S = 60.0  # longest wait, once the engine has stopped, for the supervisor to close this process
 
 
 class EngineProcess:
@@ -56,7 +56,7 @@ class EngineProcess:
         self._bootstrap = bootstrap
         self._workers = SupervisedWorkers(line, bootstrap.workers, bootstrap.exited)
         self._frontends: Frontends | None = None
-        self._ended_frontends: list[str] = []  # since this process was started
+        self._ended_frontends: list[str] = []  # frontends that have exited since this process was started
         self._closing = threading.Event()
         self._loading = True
         threading.Thread(target=self._read, name="supervisor", daemon=True).start()

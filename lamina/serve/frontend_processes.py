@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 ENGINE = "engine"
 POLL_S = 0.1
 START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 2 * TELL_S + 5.0  # for a frontend to end after the shutdown timeout
+STOP_TIMEOUT_S = 2 * TELL_S + 5.0  # time in which a frontend ends after the shutdown timeout
 MOST_ENDS, ENDS_S = 5, 60.0  # the server gives up after so many unexpected ends of frontends within so many seconds
 
 

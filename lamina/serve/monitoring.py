@@ -43,7 +43,7 @@ EVERY_S = 1.0
 """Time between two events of the dashboard."""
 MOST_SHOWN = 120
 """Spans of a worker in one window of the lanes."""
-FULL = 0.9  # of all token slots in use: new requests then wait for slots rather than for compute workers
+FULL = 0.9  # share of token slots in use above which requests wait for slots rather than for compute workers
 
 
 def install(app: FastAPI, engine: Runtime, metrics: Metrics, closing: asyncio.Event) -> None:

@@ -28,7 +28,7 @@ class CompletionWriter(AnswerWriter):
         self._model = model
         self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._head = b"data: " + msgspec.json.encode(self._envelope(self.chunk))[:-1] + b","  # of each event
+        self._head = b"data: " + msgspec.json.encode(self._envelope(self.chunk))[:-1] + b","  # how each event begins
         self._between = b""
 
     def write_events(self, pieces: Sequence[Piece], usage: Usage) -> bytes:

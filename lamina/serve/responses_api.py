@@ -213,7 +213,7 @@ class ResponsesWriter(BlockWriter):
 
     def __init__(self, wanted: GenerationRequest, model: str) -> None:
         super().__init__(wanted.make_reader())
-        self._ids: dict[int, tuple[str, str]] = {}  # of items and of calls, by block
+        self._ids: dict[int, tuple[str, str]] = {}  # by block: ids of its item and of its call
         self._number = 0
         params = wanted.params
         self._response: Json = {

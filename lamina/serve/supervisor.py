@@ -53,7 +53,7 @@ from lamina.transport.listener import LOOPBACK
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-CLOSE_S = 75.0  # for an engine to end its requests and workers
+CLOSE_S = 75.0  # time in which an engine ends its requests and workers
 KILL_S = 5.0
 
 

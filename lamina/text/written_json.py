@@ -66,7 +66,7 @@ class CallObject:
         self.name = name
         self.keys = set[str]()
         self.done = self.failed = False
-        self._arguments = ""  # not returned yet
+        self._arguments = ""  # text of the arguments that was not returned yet
         self._had_arguments = False
         self._unread = 0  # characters after the end
         self._reader = self._read_object() if name is None else self._read_arguments()

@@ -37,7 +37,7 @@ from lamina.transport.endpoint import Wait
 from lamina.worker.device_slots import DeviceSlots, Mapper
 from lamina.worker.links import Links, Newcomers
 
-SLICE_S = 0.05  # between two polls for control messages while a worker waits for rings
+SLICE_S = 0.05  # time between two polls for control messages while a worker waits for rings
 _INCARNATION_BITS = 32  # the ring's value holds the incarnation above the epoch's number
 
 

@@ -15,7 +15,7 @@ from lamina.transport.device.peer_memory import PeerArena, PeerMemory, uses_host
 from lamina.transport.device.polling import Polling, kernel
 from lamina.transport.device.slots import CREDIT_WORD, RECORD, SILENCE_S, Incoming, Outgoing, Records
 
-THREADS, BLOCKS = 256, 32  # of copies: messages in slots have some MiB at most
+THREADS, BLOCKS = 256, 32  # grid of copies: messages in slots have some MiB at most
 REGISTERED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 KERNELS = ("lamina_receive", "lamina_take_in", "lamina_give_out", "lamina_answer")
 

@@ -62,7 +62,7 @@ class ThreadStream:
         self._beats = 0
         self._error: BaseException | None = None
         self._received: tuple[int, int, int, bytes] = 0, 0, 0, b""
-        self._done: collections.deque[Callable[[], None]] = collections.deque()  # whose objects the host's thread frees
+        self._done: collections.deque[Callable[[], None]] = collections.deque()  # freed by the host's thread
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="emulated stream", daemon=True)
         self._thread.start()

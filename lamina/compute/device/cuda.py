@@ -44,7 +44,7 @@ class Cuda:
         torch.cuda.set_device(self.place)
         self._stream = torch.cuda.Stream(self.place)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
-        self._first: torch.cuda.CUDAGraph | None = None  # without a graph, torch ends the pool
+        self._first: torch.cuda.CUDAGraph | None = None  # keeps the pool alive: torch frees a pool without graphs
         self._host = HostMemory(_register, torch.cuda.cudart().cudaHostUnregister)  # type: ignore[no-untyped-call]
         self.name = torch.cuda.get_device_name(self.place)
         # torch's kernels for other GPUs read on the host how many rows each expert has.

@@ -51,7 +51,7 @@ class Cuda:
         self._constants: dict[tuple[float, ...], Any] = {}
         self._stagings = [_Staging() for _ in range(STAGINGS)]
         self._host = HostMemory(_register, cupy.cuda.runtime.hostUnregister)
-        self._read = cupy.cuda.Event(disable_timing=True)  # of the last upload of what was adopted
+        self._read = cupy.cuda.Event(disable_timing=True)  # recorded after the last upload from adopted memory
 
     def constant(self, numbers: tuple[float, ...]) -> Any:
         if numbers not in self._constants:

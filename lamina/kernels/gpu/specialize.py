@@ -11,8 +11,8 @@ from lamina.kernels.gpu.tilings import Tiling
 
 LARGEST_TILE = 64
 LEAST_BLOCK = 16  # rows and columns of the smallest tile that tensor cores multiply
-TWO_CODES = 80  # from this compute capability on, codes are converted two at a time; 0 stands for GPUs of other makers
-HARDWARE_FP8 = 89  # from this compute capability on, e4m3 is converted by an instruction
+TWO_CODES = 80  # least compute capability that converts two codes at a time; GPUs of other makers have 0
+HARDWARE_FP8 = 89  # least compute capability with an instruction that converts e4m3
 COMBINED_PARTS = 16  # partials that ``combine`` reads at once
 WRITTEN_WORDS = 256  # words of page tables that one program writes
 DRAWN_LOGITS = 2048  # logits of a row that a program reads at once to draw from

@@ -15,7 +15,7 @@ from lamina.core.errors import CapacityError
 
 Slots = npt.NDArray[np.int32]
 FIRST_REGION = 64  # words
-MOST_BYTES = 16  # of the array, per KV slot: two words of 4 bytes, doubled by rounding to a power of two
+MOST_BYTES = 16  # bytes of the array for each KV slot: two words of 4 bytes, doubled by rounding to a power of two
 
 
 class Regions:

@@ -67,7 +67,7 @@ class Tiling:
 
 
 RAGGED = 4
-REGISTERS = 65536  # of a multiprocessor, on every GPU that can run attention
+REGISTERS = 65536  # registers of a multiprocessor, on every GPU that can run attention
 SHARED_BYTES = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """KiB of shared memory that one program may use, by compute capability (CUDA C++ Programming Guide, table of
 technical specifications); 64 for GPUs not listed."""
