@@ -72,10 +72,10 @@ PERCENTILE = 0.99
 """Percentile of the times between tokens and to a first token that the SLOs bound."""
 
 FOUND = 9
-"""Sizes of what a cache finds at which prompts are looked at; between them, it is interpolated."""
+"""How many numbers of cached tokens prompts are evaluated for; other numbers are interpolated."""
 
 BUSY = np.array([0.05, *np.linspace(0.2, 0.8, 7), 0.85, 0.9, 0.95, 0.98, 1.0])
-"""Shares of the time for which servers compute prompts at which the queue of a trace is played."""
+"""Utilisations at which a trace's arrivals are replayed; other utilisations are interpolated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class Prompts:
         self._grid = np.linspace(0.0, workload.reuse.most, FOUND) if workload.reuse.most else np.zeros(1)
         computed = [self._computed(found) for found in self._grid]
         self._arrivals = np.array([request.arrival_s for request in workload.sample]) if workload.replayed else None
-        self._played: dict[int, Floats] = {}
+        self._sojourns: dict[int, Floats] = {}
         self._moments = [(own.mean(), (own**2).mean(), np.quantile(own, PERCENTILE)) for own in computed]
         self._kept: dict[tuple[str, int, int, int, int | None], tuple[Floats, Floats]] = {}
 
@@ -210,7 +210,7 @@ class Prompts:
     def first_token_s(
         self, chunk: Floats, found: Floats, busy: Floats, step_s: Floats, longest_s: Floats, servers: int
     ) -> Floats:
-        """Return the time to first token at PERCENTILE, by batch: of a long wait or of a long prompt.
+        """Return the time to first token at PERCENTILE, by batch: the longer of a long wait's and a long prompt's.
 
         Args:
             chunk: Prompt tokens of a step.
@@ -232,15 +232,15 @@ class Prompts:
     def _replayed(self, found: Floats, busy: Floats, servers: int) -> Floats:
         """Return the sojourn time at PERCENTILE in the trace's own order, over the mean service time."""
         assert self._arrivals is not None
-        if servers not in self._played:
+        if servers not in self._sojourns:
             computed = [self._computed(each) for each in self._grid]
-            self._played[servers] = np.array(
+            self._sojourns[servers] = np.array(
                 [
                     [replayed_sojourn(self._arrivals, own, servers, share, PERCENTILE) / own.mean() for share in BUSY]
                     for own in computed
                 ]
             )
-        table = self._played[servers]
+        table = self._sojourns[servers]
         by_found = np.array([np.interp(found, self._grid, column) for column in table.T])
         return np.array([np.interp(one, BUSY, own) for one, own in zip(busy, by_found.T, strict=True)])
 

@@ -422,13 +422,12 @@ class CostModel:
         return np.asarray(nbytes, dtype=np.float64) / (NETWORK_SHARE * self.hardware.nic_bytes_s)
 
     def exchange_bytes(self, rows: ArrayLike) -> Floats:
-        """Return bytes of q, k, v sent and attention received for one layer of ``rows`` decode rows: (2 + 2/G) e d
-        B."""
+        """Return bytes of q, k, v sent and attention received for one layer of ``rows`` decode rows."""
         width = 2 * (self.shape.query_heads + self.shape.kv_heads) * self.shape.head_size
         return np.asarray(rows, dtype=np.float64) * width * self.shape.dtype.itemsize
 
     def weights_fit(self, tensor_parallel: int) -> bool:
-        """Return whether a replica's share of the weights fits one device."""
+        """Return whether each of ``tensor_parallel`` devices has room for its share of the weights."""
         return self.shape.weight_bytes / tensor_parallel <= self.usable_bytes
 
     @property

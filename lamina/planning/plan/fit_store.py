@@ -60,7 +60,7 @@ def packaged_fits() -> list[Fit]:
     return [Fit(**stored) for stored in json.loads(PACKAGED.read_text())]
 
 
-def packaged_fit(name: str, kind: str = "") -> Fit:
+def packaged_fit(name: str, kind: str) -> Fit:
     """Return the package's fit of a part of the cost model for ``kind``, else its first fit for another kind."""
     fits = [fit for fit in packaged_fits() if fit.name == name]
     return next((fit for fit in fits if fit.kind == kind), fits[0])

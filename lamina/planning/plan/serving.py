@@ -35,6 +35,9 @@ MARGIN = 0.9
 SEATED = 0.97
 """Share of the SLO on TBT for workers that only decode: ``Capacity.seats`` bounds their batch, only lengths vary."""
 
+LONGEST_SHARE = 0.98
+"""Share of the KV beside the weights that the longest request may take: requests take whole blocks."""
+
 POINTS = 80
 """Batches to try. Near the SLOs, a fraction of a sequence more counts: batches are means."""
 
@@ -97,7 +100,7 @@ class Server:
                 return f"the longest request has {longest} tokens; {way.memory_workers} {way.second.kind} hold {room}"
             return self._lacks_scratch(way)
         kind, count = copies[-1], self._lenders(way)
-        room = int(0.98 * count * self._free(kind, degree, way.chunk))
+        room = int(LONGEST_SHARE * count * self._free(kind, degree, way.chunk))
         if longest > room:
             holders = f"{count * degree} {kind.kind} hold {room} beside the weights"
             return f"the longest request has {longest} tokens; {holders}"
@@ -125,7 +128,7 @@ class Server:
         free = degree * usable - self.shape.weight_bytes
         return free / self.shape.kv_bytes_per_token
 
-    # -- the three systems ---------------------------------------------------------------------------------------
+    # -- two pools, one pool, prefill apart -----------------------------------------------------------------------
 
     def _two_pools(self, way: Way) -> Capacity | None:
         compute, memory = self.models[way.compute.kind].widened, self.models[way.second.kind]
@@ -280,13 +283,13 @@ class Server:
             room: Tokens of KV.
             lanes: Batches that share it.
             chunk: Most rows of a step.
-            copies: Copies of the sequences' shared prefix; 0 if every sequence has its own.
+            copies: Copies of the prefix that all sequences share.
             ahead: Tokens kept free for each sequence.
             lenders: Number of such rooms that hold the sequences of all together.
         """
         reuse = self.workload.reuse
         common = copies * reuse.shared
-        each = self.workload.live - (reuse.shared if copies else 0) + ahead
+        each = self.workload.live - reuse.shared + ahead
         most = min((room - common) / each / lanes, chunk - 1, MOST_ROWS)
         if most * lanes * lenders < 1:
             return np.zeros(0), np.zeros(0)

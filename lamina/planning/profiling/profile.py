@@ -51,6 +51,8 @@ OVERLAPPED = ((16, 256), (32, 64), (32, 256))
 """(sequences, prompt tokens) of the runs with two lanes."""
 
 DRAWN = 32
+"""Tokens that every sequence of a run draws while all decode together."""
+
 SOURCE = "this machine"
 TIMEOUT_S = 300.0
 
@@ -353,6 +355,7 @@ class _Attention(NamedTuple):
 
 
 def _attend(shape: ModelShape, alone: Sequence[Run]) -> _Attention:
+    """Fit attention to runs with one lane: the runs with the shortest prompts give the curve, all others the rate."""
     token_bytes = shape.kv_bytes_per_token / shape.layers
     shortest = min(run.live - DRAWN / 2 - run.batch for run in alone)
     growing = sorted((run for run in alone if run.live - DRAWN / 2 - run.batch == shortest), key=lambda run: run.batch)

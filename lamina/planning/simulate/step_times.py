@@ -14,7 +14,8 @@ from lamina.planning.plan.cost import GEMMS, POINTWISE, CostModel
 from lamina.planning.simulate.scenario import Deployment, Ints
 
 Places = Sequence[tuple[int, int, int | None]]
-"""The memory worker, first token and end of each segment of a sequence, by ascending token."""
+"""The memory worker, first token and end of each segment of a sequence, by ascending token; the end is None for the
+last segment while it grows."""
 
 _AT_ONCE = 64
 """Later steps whose attention is predicted in one call: a call takes as long for one step as for many."""
@@ -30,16 +31,22 @@ def slice_times(cost: CostModel, tensor_parallel: int, most_rows: int) -> "Slice
 
 
 class SliceTimes:
-    """Table of the seconds of a step's slices by rows, on ``tensor_parallel`` devices."""
+    """Table of the seconds of a step's slices by rows, on ``tensor_parallel`` devices.
+
+    Attributes:
+        first: The first slice, which ends at the first layer's attention.
+        inner: A slice between the attentions of two layers.
+        after: The last slice: the last layer after its attention.
+        ends: The embedding and the output head.
+    """
 
     def __init__(self, cost: CostModel, tensor_parallel: int, most_rows: int) -> None:
         rows = np.maximum(np.arange(most_rows + 1), 1)
         before = sum(cost.operator_seconds(name, rows, tensor_parallel) for name in _BEFORE_ATTENTION)
         layer = cost.slice_seconds(rows, tensor_parallel)
         ends = cost.ends_seconds(rows, tensor_parallel)
-        if (
-            cost.fits.slices is not None and tensor_parallel == 1
-        ):  # measured as a whole: divided by the operators' shares
+        if cost.fits.slices is not None and tensor_parallel == 1:
+            # Slices were measured as a whole; the operators' shares divide them.
             whole = sum(cost.operator_seconds(name, rows, 1) for name in (*GEMMS, *POINTWISE))
             before = before / whole * layer
         self.first: list[float] = np.asarray(before).tolist()
@@ -256,8 +263,8 @@ class _Borrowed:
         rows: Decoding rows.
         tokens: Tokens that these rows see.
         chunks_s: Seconds of attention of prompt chunks.
-        asked: Rows that q is sent of, and attention comes back.
-        kept: Decoding rows that k and v are sent of.
+        asked: Rows whose q is sent, and whose attention comes back.
+        kept: Decoding rows whose k and v are sent.
         pulled: Rows of prompt chunks whose k and v the replica pulls.
     """
 
