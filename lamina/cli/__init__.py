@@ -59,7 +59,7 @@ benches = typer.Typer(cls=PanelledGroup, invoke_without_command=True)
 benches.callback()(bench.bench)
 benches.command()(bench.transport)
 benches.command()(bench_serve.serve)
-benches.command("cost", help="Compare our numbers with the papers' in ./lamina-cost.html.")(bench.write)
+benches.command("cost", help="Compare our numbers with the papers' in ./lamina-cost.html.")(bench.write_cost_report)
 app.add_typer(benches, name="bench")
 app.command(cls=PanelledCommand)(doctor.doctor)
 

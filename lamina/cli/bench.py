@@ -33,7 +33,7 @@ REPORT = Path("lamina-cost.html")
 SUITE_TIMEOUT_S = 600.0
 
 
-def write() -> None:
+def write_cost_report() -> None:
     """Write the report to ``REPORT`` in the current directory.
 
     Raises:

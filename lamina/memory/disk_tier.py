@@ -101,8 +101,8 @@ def _kind_of(folder: Path) -> str:
     return next((kinds[parent] for parent in (place, *place.parents) if parent in kinds), "")
 
 
-AHEAD = 2
-STALLED_S = 30.0
+AHEAD = 2  # disk operations of one transfer in flight
+STALLED_S = 30.0  # longest time in which the disk completes nothing of a transfer
 
 OnDone = Callable[[int, bool, str], None]
 """Called with the number of a copy or fetch, whether it is complete, and the disk's error."""
@@ -256,7 +256,7 @@ class Tier:
 def open_tier(
     store: KvStore, folder: str, overcommit: float, on_done: OnDone, resources: contextlib.ExitStack
 ) -> Tier | None:
-    """Return a disk tier with which a store holds ``overcommit`` times its slab; None for no disk.
+    """Return a disk tier with which a store holds ``overcommit`` times its slab; None if that is the slab alone.
 
     ``resources`` closes the tier. Raises ConfigError if the folder cannot be used.
     """

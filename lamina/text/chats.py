@@ -78,9 +78,8 @@ class Chat:
                     arguments[index] = arguments.get(index, "") + text
         answer.tool_calls = [ToolCall(name, _object(arguments.get(index, ""))) for index, name in names.items()]
         if self.read_object is not None and answer.finish_reason is FinishReason.STOP:
-            with contextlib.suppress(
-                ValueError
-            ):  # a stop string has cut it off, or the model's own validators refuse it
+            # A stop string may have cut the object off, or the model's own validators may refuse it.
+            with contextlib.suppress(ValueError):
                 answer.parsed = self.read_object(answer.content)
 
 

@@ -62,7 +62,7 @@ class Cuda:
         return cupy.empty(shape, dtype)
 
     def memory(self) -> tuple[int, int]:
-        """Return the free and all bytes of the device. What the pool keeps for later allocations is not free."""
+        """Return the free and the total bytes of the device. What the pool keeps for later allocations is not free."""
         free, total = self.device.mem_info
         return int(free), int(total)
 
@@ -91,7 +91,7 @@ class Cuda:
         self._read.synchronize()
 
     def upload(self, source: npt.NDArray[Any], target: Any) -> None:
-        """Copy through pinned memory, unless it is registered; waits if ``STAGINGS`` earlier uploads are in flight."""
+        """Copy through pinned memory unless ``source`` is registered; waits while ``STAGINGS`` others are in flight."""
         if self._host.own.covers(source.ctypes.data, source.nbytes):
             stream = cupy.cuda.get_current_stream()
             target[: len(source)].set(source, stream=stream)

@@ -45,7 +45,7 @@ class Found:
 
 
 def require(index: int, found: Found) -> Gpu:
-    """GPU ``index``, if kernels can run on it.
+    """Return GPU ``index`` if kernels can run on it.
 
     Raises:
         ConfigError: the GPU does not exist or is too old, or a package is missing; says what was found and the remedy.
@@ -69,9 +69,9 @@ def require(index: int, found: Found) -> Gpu:
 
 def set_up_cuda() -> None:
     """Make CUDA count GPUs by their PCI bus addresses, as ``find_gpus`` does: by default the fastest comes first. And
-    give streams as many hardware queues as there can be: work of two in one queue waits for each other.
+    give streams as many hardware queues as there can be: streams that share a queue wait for each other.
 
-    Before CUDA is initialised in this process.
+    Call it before this process initialises CUDA.
     """
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -93,7 +93,7 @@ def _version(package: str) -> str | None:
 
 
 def memory(index: int) -> tuple[int, int]:
-    """Bytes of memory of GPU ``index`` that nobody uses, and all of it; 0 if it does not exist."""
+    """Return the bytes of memory of GPU ``index`` that nobody uses, and all; zeros if it does not exist."""
     gpus = find_gpus() or ()
     if index >= len(gpus):
         return 0, 0

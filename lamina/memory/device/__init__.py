@@ -23,7 +23,7 @@ def make(
 ) -> Device:
     """Return the device ``name``, with slabs of ``capacity`` token slots: "cpu", "cuda:0", or "emulated", which runs
     the code for GPUs in Triton's interpreter. ``needed``: the slots that layers with a window keep on a CPU; GPUs keep
-    all. ``polling``: who waits for messages, see ``reserve``.
+    all. ``polling``: who waits for messages, the host or the GPU.
 
     Raises ConfigError if the device does not exist or a package is missing.
     """
@@ -64,6 +64,6 @@ def reserve(
 
 
 def gpu_memory(name: str) -> tuple[int, int]:
-    """(free, total) bytes of the device ``name`` if it is a GPU that this process may use; zeros otherwise."""
+    """Return the (free, total) bytes of the device ``name``; zeros if it is no GPU that this process may use."""
     kind, _, index = name.partition(":")
     return memory(int(index)) if kind == "cuda" and index.isdecimal() else (0, 0)
