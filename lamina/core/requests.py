@@ -35,6 +35,7 @@ class Completion:
             workers are places (``lamina.kv.placement``), with all heads.
         drawn: length of ``generated`` when the completion ended. A beam that continues it may append to the list.
         until: number of the last step of its lane that runs it; set when it stops decoding.
+        finished: True once it draws no more tokens.
         retired: True once the completion waits for the release of its KV.
         released: True once a plan has released its KV.
         answered: for a beam: its last token has run, and its possible continuations have arrived, but none is chosen.
@@ -84,6 +85,7 @@ class Group:
         unshared: tokens of the prompt whose slots are reserved for this request, and not shared by a cached prefix.
         cached_tokens: tokens of the prompt found in the prefix cache when the request was first admitted.
         suspect: True if its KV must not enter the prefix cache.
+        ids: tokens that it looks up in the prefix cache; None before the first look-up and after its prompt was kept.
         gave_way: True once it was preempted for a client with fewer seats.
         choice: for a beam search, by completion: the index of the beam that it continues, and the token, which the
             next plan of its lane runs and appends to ``generated``.

@@ -134,7 +134,7 @@ class Placement:
         return {worker}
 
     def idle_on(self, worker: str) -> int:
-        """Slots of a memory worker that only hold cached prefixes."""
+        """Return the slots of a memory worker that only hold cached prefixes."""
         return self.on_workers(self.idle).get(worker, 0)
 
     def on_workers(self, tokens: Mapping[str, int]) -> Mapping[str, int]:

@@ -229,7 +229,7 @@ class Admissions:
             self._reserved = None
 
     def close(self, worker: str) -> None:
-        """Admit no more requests to a memory worker."""
+        """Drop a reservation on a memory worker to which the placement admits no more requests."""
         self._exhausted = False
         if self._reserved is not None and not self._reserved.workers.isdisjoint(self._placement.touching([worker])):
             self._reserved = None
