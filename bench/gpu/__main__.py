@@ -54,7 +54,7 @@ from lamina.kernels.gpu.specialize import (
     write_rows_program,
     write_words_program,
 )
-from lamina.kernels.gpu.tilings import REGISTERS, SHARED_BYTES, Context, Shape, default
+from lamina.kernels.gpu.tilings import REGISTERS, SHARED_KIB, Context, Shape, default
 from lamina.models.quantisation.codes import GROUPS
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def compile_all(capabilities: list[int], variants: str = "") -> list[dict[str, A
 def resident(warps: int, registers: int, shared_bytes: int, capability: int) -> int:
     """Programs that a multiprocessor runs at once. Registers come in eights; shared memory takes 1 KiB more of each."""
     threads = 2048 if capability in (80, 90, 100) else 1536
-    by_shared = (SHARED_BYTES[capability] + 1) * 1024 // (shared_bytes + 1024)
+    by_shared = (SHARED_KIB[capability] + 1) * 1024 // (shared_bytes + 1024)
     return min(threads // (32 * warps), REGISTERS // (32 * warps * -(-registers // 8) * 8), by_shared)
 
 

@@ -44,9 +44,9 @@ class Joiner:
         stage: Their progress.
         asked: Messages that the conversation waits for.
         answers: Messages of ``asked`` that have arrived, by worker.
-        deadline: Monotonic time by which all must have arrived.
+        deadline: When all must have arrived, by the clock ``Liveness.awake_s``.
         members: The future members, once the workers have been prepared.
-        exited_at: When one of their processes was seen to have ended.
+        exited_at: When one of their processes was seen to have ended, by that clock.
     """
 
     names: tuple[str, ...]
@@ -81,7 +81,7 @@ class Joins:
         topology: Topology,
         promised: Callable[[str], int],
     ) -> None:
-        """``promised``: returns the unused bytes of KV slabs on a host."""
+        """``promised``: returns the bytes of slabs and scratch memory on a host that workers may still use."""
         self._control, self._workers, self._fabric, self._promised = control, workers, fabric, promised
         self._joiners: list[Joiner] = []
         self._numbers = {"compute": _numbers(topology.computes), "memory": _numbers(topology.memories)}
@@ -281,7 +281,7 @@ class Leaver:
         stage: Its progress.
         change: Number of the topology change without it.
         waiting: Members that have not applied the change.
-        deadline: Monotonic time by which its process must have exited.
+        deadline: When its process must have exited, by the clock ``Liveness.awake_s``.
     """
 
     name: str

@@ -5,7 +5,7 @@ import pytest
 
 from lamina.core.types import KvElement
 from lamina.kernels.gpu.measure_tilings import candidates
-from lamina.kernels.gpu.tilings import SHARED_BYTES, Choices, Context, Shape, Tiling, classify, default
+from lamina.kernels.gpu.tilings import SHARED_KIB, Choices, Context, Shape, Tiling, classify, default
 from lamina.kernels.segments import STORAGE
 
 SHAPE = Shape(Context.LONG, False, False, KvElement.BFLOAT16, 4, 128)
@@ -35,9 +35,9 @@ def test_the_default_is_one_that_products_take(capability, element, dim):
         tiling = default(Shape(Context.NORMAL, True, block_m > 16, element, 4, dim), block_m, capability)
         assert tiling.block_n in (16, 32, 64) and tiling.warps in (4, 8) and tiling.stages == 3
         assert 64 <= tiling.registers <= 255 and 32 * tiling.warps * tiling.resident * tiling.registers <= 65536
-        if capability in SHARED_BYTES and dim <= 256:
+        if capability in SHARED_KIB and dim <= 256:
             loaded = 2 * tiling.block_n * dim * STORAGE[element].itemsize * tiling.resident
-            assert loaded <= SHARED_BYTES[capability] * 1024
+            assert loaded <= SHARED_KIB[capability] * 1024
 
 
 def test_an_h200_has_enough_bytes_on_their_way():

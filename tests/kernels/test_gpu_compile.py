@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lamina.kernels.gpu.tilings import SHARED_BYTES
+from lamina.kernels.gpu.tilings import SHARED_KIB
 
 ROOT = Path(__file__).parents[2]
 CAPABILITIES = (80, 86, 89, 90, 100)
@@ -51,7 +51,7 @@ def test_every_program_compiles_for_its_registers_and_memory(capability, variant
     # A few registers of some variants: on that one by Triton 3.7, on all by Triton 3.6.
     if capability != 100 and not triton.__version__.startswith("3.6."):
         assert not [row for row in rows if row["spill_stores"] or row["spill_loads"]]
-    assert all(row["shared_bytes"] <= SHARED_BYTES[capability] * 1024 for row in rows)
+    assert all(row["shared_bytes"] <= SHARED_KIB[capability] * 1024 for row in rows)
     decode = [row["resident"] for row in rows if row["variant"].startswith("decode, bfloat16, GQA 4, 128")]
     assert decode == [4], "fewer programs at once than the default tiling counts on"
 

@@ -68,7 +68,7 @@ class Tiling:
 
 RAGGED = 4
 REGISTERS = 65536  # registers of a multiprocessor, on every GPU that can run attention
-SHARED_BYTES = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """KiB of shared memory that one program may use, by compute capability (CUDA C++ Programming Guide, table of
 technical specifications); 64 for GPUs not listed."""
 
@@ -83,7 +83,7 @@ def is_tall(element: KvElement, block_m: int) -> bool:
 
 
 def classify(tokens: npt.NDArray[np.int32]) -> tuple[Context, bool]:
-    """Context class and raggedness of the segments' lengths; without segments, normal and even."""
+    """Return the context class and raggedness of the segments' lengths; without segments, normal and even."""
     longest = int(tokens.max(initial=0))
     context = next(context for context in Context if longest <= context.value)
     return context, longest * len(tokens) > RAGGED * int(tokens.sum(dtype=np.int64))
@@ -104,7 +104,7 @@ def default(shape: Shape, block_m: int, capability: int) -> Tiling:
     block_n = max(16, min(64, 8 * 1024 // width))
     warps = TALL_WARPS if block_m * width > 8 * 1024 or is_tall(shape.element, block_m) else 4
     resident = (16 if block_m * width <= 2 * 1024 else 8) // warps
-    free_bytes = SHARED_BYTES.get(capability, 64) * 1024 // resident - (block_m + 16) * width * 2
+    free_bytes = SHARED_KIB.get(capability, 64) * 1024 // resident - (block_m + 16) * width * 2
     while block_n > 16 and 2 * block_n * width * STORAGE[shape.element].itemsize > free_bytes:
         block_n //= 2
     return Tiling(block_n, warps, 3, resident, waves)
