@@ -242,9 +242,8 @@ class Lamina:
 
         A text may name the kind: "rtx3090:+2"; without a sign, it is the size of the pool: "3". Without a kind, workers
         of the pool's first kind join on a Ray cluster, and workers on CPUs elsewhere; workers of any kind leave. A
-        memory worker's KV moves to others before it leaves.
-        Workers of ``prefill`` only run prompts; with prefill=1 and compute=-1, one that decodes does so from the next
-        step on, without loading weights.
+        memory worker's KV moves to others before it leaves. Workers of ``prefill`` only run prompts: with prefill=1 and
+        compute=-1, a compute worker changes to prompts without loading weights again.
 
         Returns the workers' names once all have joined or left.
 

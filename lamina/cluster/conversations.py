@@ -80,7 +80,7 @@ class Workers(Protocol):
     """Watches and ends worker processes, wherever they run."""
 
     def ended(self) -> Mapping[str, str]:
-        """Workers that have exited, with the known reason."""
+        """Return workers that have exited, with the known reason."""
         ...
 
     def kill_worker(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
@@ -125,7 +125,7 @@ class Launcher(Workers, Protocol):
         ...
 
     def start(self, worker: Start) -> None:
-        """Start a worker. Raises OSError."""
+        """Start a worker. Raises OSError, and ConfigError if this machine has no device of its kind left."""
         ...
 
     def kill(self, reason: str = "") -> None:

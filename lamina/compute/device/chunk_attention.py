@@ -55,7 +55,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, start: int, spec: AttentionSpec, fu
 
 
 def _blocks(q: Tensor, k: Tensor, v: Tensor, start: int, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Attention of q [Hq, T, D] over k [Hq, T, D] and v [Hq, T, Dv]: out [T, Hq, Dv] and lse [T, Hq]."""
+    """Return attention of q [Hq, T, D] over k [Hq, T, D] and v [Hq, T, Dv]: out [T, Hq, Dv] and lse [T, Hq]."""
     tokens = q.shape[1]
     block = max(16, MOST_SCORES // (spec.query_heads * tokens))
     positions = torch.arange(start, start + tokens, device=q.device)
