@@ -38,7 +38,7 @@ def eager() -> Iterator[None]:
         patch.setattr(prefix_cache, "GRAIN", 1)
         patch.setattr(windows, "FEWEST", 4)
         patch.setattr(windows, "SPARE", 64)
-        patch.setattr(prefix_tree, "SHARE", 1)
+        patch.setattr(prefix_tree, "CHECKPOINT_SHARE", 1)
         yield
 
 

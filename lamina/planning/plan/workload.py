@@ -320,7 +320,7 @@ def _mooncake(row: Mapping[str, Any]) -> TracedRequest:
 
 def _azure(opened: "csv.DictReader[str]") -> list[TracedRequest]:
     if missing := {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} - {*(opened.fieldnames or ())}:
-        raise KeyError(*sorted(missing))
+        raise ValueError(f"it has no column {', '.join(sorted(missing))}")
     rows = list(opened)
     # Azure gives seven digits of a second; datetime takes six. A time zone that follows is the same for all rows.
     moments = [datetime.fromisoformat(row["TIMESTAMP"][:26]).replace(tzinfo=None) for row in rows]
