@@ -25,7 +25,7 @@ class _Vacancy:
     Attributes:
         pool: Their pool.
         kinds: Their kinds.
-        at: Monotonic second from which on workers may be started in their place.
+        at: When workers may be started in their place.
         until: Until when the pool may need them: a request may wait for their memory.
     """
 
@@ -36,7 +36,10 @@ class _Vacancy:
 
 
 class Replacements:
-    """The replacements of lost workers that have not been started. The engine's thread owns it."""
+    """The replacements of lost workers that have not been started. The engine's thread owns it.
+
+    Times are of the clock ``Liveness.awake_s``.
+    """
 
     def __init__(self, max_restarts: int) -> None:
         """``max_restarts``: see ``EngineConfig``."""
@@ -61,7 +64,7 @@ class Replacements:
         """Record that workers that had joined together are lost, or have not started.
 
         Args:
-            now: Monotonic seconds.
+            now: The time.
             free: Replace them at once, and do not count them as losses.
         """
         role = role_of(pool)
@@ -78,8 +81,8 @@ class Replacements:
             self._due.append((at, pool, kinds))
 
     def add_vacancy(self, pool: Pool, kinds: Kinds, at: float) -> None:
-        """Record the kinds of workers to start once enough agents of other machines offer to run them, not before the
-        monotonic second ``at``."""
+        """Record the kinds of workers to start once enough agents of other machines offer to run them, not before
+        ``at``."""
         self._vacant.append(_Vacancy(pool, kinds, at, at + AWAIT_S))
 
     def drop_vacancies(self, pool: Pool) -> None:

@@ -77,7 +77,7 @@ def bottleneck(parts: Sequence[Share]) -> Share:
 
 
 def turnarounds(spans: Mapping[str, Sequence[Span]], begin_ns: int, end_ns: int) -> list[int]:
-    """Return nanoseconds from the end of each draw in [begin_ns, end_ns) to the next slice of its lane, on any worker.
+    """Return the ns from the end of each draw that begins in [begin_ns, end_ns) to its lane's next slice, anywhere.
 
     With one lane, this is the time on the critical path for planning and starting the next step.
     """

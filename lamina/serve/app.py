@@ -68,7 +68,7 @@ def create_app(
 
     Args:
         engine: What answers; the caller closes it.
-        owner: The process that SIGTERM stops the server in, for ``POST /admin/stop``; None: it cannot be stopped so.
+        owner: The server's process, to which ``POST /admin/stop`` sends SIGTERM; None: it cannot be stopped so.
         config: Keys, limits and origins.
         traces: Records spans of requests; None: nothing does.
         closing: Set once the server stops, which ends the streams of dashboards.
@@ -214,7 +214,7 @@ def _detokenize(engine: Runtime, raw: bytes) -> dict[str, Any]:
 def _install_administration(app: FastAPI, engine: Runtime, owner: int | None) -> None:
     """Add routes that change the pools of a running server or stop it, with a key that other clients do not have.
 
-    ``owner``: the server's process, which SIGTERM stops; None: nothing can stop it.
+    ``owner``: see ``create_app``.
     """
 
     @app.post(SCALE_PATH)
@@ -252,7 +252,7 @@ def _install_administration(app: FastAPI, engine: Runtime, owner: int | None) ->
 
 
 def _authorize(request: Request) -> None:
-    """Raises APIError unless the request has the key of ``LAMINA_ADMIN_KEY``."""
+    """Raise APIError unless the request has the key of ``LAMINA_ADMIN_KEY``."""
     key = environment().admin_key
     if not key:
         raise APIError(
