@@ -92,7 +92,7 @@ class RemoteWorkers:
     """
 
     def __init__(self, where: str, port: int, secret: Secret, keys: tuple[bytes, bytes]) -> None:
-        """Listen at host ``where`` and ``port`` (0: any free one). Raises TransportError if the port cannot be used.
+        """Listen at host ``where`` and ``port`` (0: any free one). Raises ConfigError if the port cannot be used.
 
         ``keys``: the engine's CURVE keys, public and secret.
         """
@@ -367,7 +367,7 @@ class RemoteWorkers:
             self._ended = {**{each.worker: why for each in lost if each.worker and not each.parting}, **self._ended}
 
 
-def _cannot_listen(where: str, port: int, error: Exception) -> Exception:
+def _cannot_listen(where: str, port: int, error: Exception) -> ConfigError:
     if isinstance(error, zmq.ZMQError) and error.errno == zmq.EADDRINUSE:
         return ConfigError(f"port {port} of {where}, for workers of other machines, is in use; give --listen another")
     return ConfigError(f"cannot listen on {where}:{port} for workers of other machines: {error}; see --listen")

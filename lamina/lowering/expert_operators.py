@@ -38,7 +38,7 @@ def experts_stacked(x: Tensor, codes: StackedCodes, ends: Tensor) -> Tensor:
 
 
 def linear_stacked(x: Tensor, codes: StackedCodes) -> Tensor:
-    """Rows x [T, inputs] times the only weight in ``codes``: [T, outputs]."""
+    """Return rows x [T, inputs] times the only weight in ``codes``: [T, outputs]."""
     if codes.order is not None:
         x = x.index_select(1, codes.order[0])
     result: Tensor = _multiply_by_codes(x, codes.values, codes.scales, codes.zeros, codes.group)
@@ -46,7 +46,7 @@ def linear_stacked(x: Tensor, codes: StackedCodes) -> Tensor:
 
 
 def linear_held(x: Tensor, held: LibraryWeight | StackedCodes, bias: Tensor | None, _: int | None = None) -> Tensor:
-    """x [..., inputs] times a quantised weight on a GPU, plus bias: [..., outputs]."""
+    """Return x [..., inputs] times a quantised weight on a GPU, plus bias: [..., outputs]."""
     if isinstance(held, StackedCodes):
         out = linear_stacked(x.reshape(-1, x.shape[-1]), held).view(*x.shape[:-1], held.values.shape[1])
         return out if bias is None else out + bias
@@ -54,7 +54,7 @@ def linear_held(x: Tensor, held: LibraryWeight | StackedCodes, bias: Tensor | No
 
 
 def _reordered(x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
-    """Rows x, sorted by expert, with their inputs in the order of each one's expert, see ``StackedCodes``."""
+    """Return rows x, sorted by expert, with their inputs in the order of each one's expert, see ``StackedCodes``."""
     if len(order) == 1:
         return x.index_select(1, order[0])
     rows = torch.arange(len(x), dtype=ends.dtype, device=x.device)
@@ -71,7 +71,7 @@ _GATHERED_AT_ONCE = 1 << 23  # inputs of rows, for each of which there is an ind
 
 @torch.library.custom_op("lamina::grouped_product", mutates_args=())
 def multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows x [T, inputs], sorted by expert, each times its expert's weight of [experts, inputs, outputs]: [T, outputs].
+    """Return rows x [T, inputs], sorted by expert, each times its expert's of ``weight`` [experts, inputs, outputs].
 
     ends: int32 [experts], the row after the last one of each expert. Raises ValueError on a GPU unless weights are
     contiguous, or would be when turned.
