@@ -125,7 +125,10 @@ def check_secret(secret: bytes) -> None:
 
 
 def connecting(secret: bytes, identity: int, request: bytes) -> Generator[Step, bytes, bytes]:
-    """Run the connecting side of a handshake, and return the answer. Raises RefusedError if either side rejects."""
+    """Run the connecting side of a handshake, and return the answer.
+
+    Raises RefusedError if either side rejects, and ValueError for a request that is too long.
+    """
     if len(request) > MAX_NBYTES:
         raise ValueError(f"a request has at most {MAX_NBYTES} bytes; this one has {len(request)}")
     nonce = secrets.token_bytes(_NONCE_NBYTES)

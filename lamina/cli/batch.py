@@ -149,7 +149,11 @@ async def _answer_all(
 
 
 async def _answer(app: "ASGIApp", request: dict[str, Any]) -> dict[str, Any]:
-    """Return the output line of a request. Raises EngineDeadError if the engine stops; the batch can be continued."""
+    """Return the output line of a request.
+
+    Raises EngineDeadError if the engine stops; the batch can be continued. Raises RequestError for a path whose answers
+    are not JSON.
+    """
     own = uuid.uuid4().hex
     content = json.dumps(request["body"]).encode()
     while True:

@@ -84,6 +84,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
     ``logprobs`` of a beam's row are the ``n`` most likely tokens, and the ``n`` most likely tokens that do not end it.
 
     Raises LogitsError, without drawing, that names every row with a NaN, an infinity or no allowed token.
+    Raises ValueError for logits of another shape.
     """
     if logits.ndim != 2 or len(logits) != len(rows):
         raise ValueError(f"logits have shape {list(logits.shape)}; {len(rows)} rows need [{len(rows)}, vocabulary]")
