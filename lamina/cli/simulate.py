@@ -90,7 +90,8 @@ def simulate(
         int | None, typer.Option(min=1, help="Target of the time to the first token, for --policy slo and --autoscale.")
     ] = None,
     policy: Annotated[
-        str, typer.Option(help="Order of requests: fifo, shortest, priority, slo, or an installed entry point.")
+        str,
+        typer.Option(help="Order of requests: fifo, shortest, priority, slo, loongserve, or an installed entry point."),
     ] = "fifo",
     rate_scale: Annotated[float, typer.Option(help="Multiply the trace's request rate by this factor.")] = 1.0,
     draw: Annotated[

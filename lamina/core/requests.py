@@ -12,6 +12,8 @@ from lamina.core.types import Request, Segment
 Ids: TypeAlias = "array[int]"  # token ids, of typecode "i": slices are compared as fast as memory is read
 
 
+Rank: TypeAlias = tuple[float, ...]  # by a policy: the smallest goes first
+
 Drawn: TypeAlias = Mapping[int, list[int]]
 """The tokens that completions have drawn, by index, without those completions that have ended."""
 
@@ -74,6 +76,7 @@ class Group:
     Attributes:
         arrival: number of the request in order of arrival; kept when its KV is dropped.
         lane: the lane that runs it; -1 while it waits.
+        allocated: lanes that its policy has chosen for its prompt; empty if it has chosen none.
         heads: head range of its segments.
         expand: turns segments on places into segments on memory workers.
         until: number of the last step of its lane that runs one of its chunks.
@@ -100,6 +103,7 @@ class Group:
     completions: list[Completion]
     arrival: int = 0
     lane: int = -1
+    allocated: frozenset[int] = frozenset()
     heads: tuple[int, int] = (0, 0)
     expand: Callable[[Iterable[Segment]], list[Segment]] = list
     until: int = 0

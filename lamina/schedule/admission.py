@@ -13,17 +13,17 @@ seats may be preempted for a waiting client with fewer. No request is preempted 
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lamina.core.pipeline import LaneRole
-from lamina.core.requests import Group
+from lamina.core.requests import Group, Rank
 from lamina.core.types import Client
 from lamina.kv.placement import Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.schedule.lane import Residents
 from lamina.schedule.limits import Limits
-from lamina.schedule.policy import Policy, Rank, RankedQueue, WaitingQueue, rank_of
+from lamina.schedule.policy import Policy, RankedQueue, WaitingQueue, rank_of
 
 PAUSE = 32  # steps of all lanes together
 PATIENCE = 256  # steps of all lanes together
@@ -255,17 +255,34 @@ class Admissions:
         since = next(iter(self._skipped.values())) if self._reserved is None else self._reserved.since
         return self._steps >= since + PATIENCE
 
-    def deal(self, seats: Seats, may_take: Callable[[int], bool]) -> Iterator[Group]:
+    def upcoming(self, most: int) -> list[Group]:
+        """Return the waiting requests in order, at most ``most`` besides the skipped ones. The policy is not fair."""
+        assert isinstance(self._queue, RankedQueue)
+        return sorted([*self._skipped, *self._queue.upcoming(most)], key=self._rank)
+
+    @property
+    def is_restricted(self) -> bool:
+        """True if only some requests may be admitted."""
+        return self._only is not None
+
+    def deal(
+        self, seats: Seats, may_take: Callable[[int], bool], homes: Mapping[Group, int] | None = None
+    ) -> Iterator[Group]:
         """Yield the requests to admit, in order, with lane and segments set and slots reserved.
 
-        The caller adds a request's seats before it asks for the next request. ``may_take``: Whether the next step of a
-        lane has room for another prompt. If no lane to try has room, all requests wait.
+        The caller adds a request's seats before it asks for the next request.
+
+        Args:
+            may_take: Whether the next step of a lane has room for another prompt. If no lane to try has room, all
+                requests wait.
+            homes: The requests to admit, in order, and their lanes, in which they may wait for room in a step. None:
+                all in turn, in the lanes with the fewest sequences.
         """
         if not self.due:
             return
-        for group in self._in_turn():
-            lanes = self._lanes_for(group, seats)
-            able = [lane for lane in lanes if may_take(lane)]
+        for group in self._in_turn() if homes is None else homes:
+            lanes = self._lanes_for(group, seats) if homes is None else [homes[group]]
+            able = [lane for lane in lanes if homes is not None or may_take(lane)]
             if not able:
                 return
             if seats.total >= self._max_sequences:
@@ -287,7 +304,8 @@ class Admissions:
                 yield group
             elif not self._skip_and_pass(group):
                 break
-        self._exhausted = True
+        tried = len(self) if homes is None else sum(group in self._skipped for group in homes)
+        self._exhausted = tried == len(self) or seats.total >= self._max_sequences
         if self._may_pass:
             self._passed = self._steps
 

@@ -5,10 +5,9 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 
-from lamina.core.requests import Completion, Group, Owner
+from lamina.core.requests import Completion, Group, Owner, Rank
 from lamina.core.segments import holding
 from lamina.core.steps import LAST_DRAWN, DecodeRows
-from lamina.schedule.policy import Rank
 
 
 class DecodeBatch:

@@ -11,6 +11,10 @@ from lamina.schedule.admission import Admissions, Seats
 from lamina.schedule.batches import SMALLEST
 from lamina.schedule.lane import Lane, Residents, ran
 from lamina.schedule.limits import Limits
+from lamina.schedule.loongserve import UNBOUNDED, LaneLoad, lane_to_decode
+from lamina.schedule.policy import LanePolicy
+
+MOST_DEALT = 32  # requests that a lane policy looks at each time, besides those that did not fit
 
 
 class Readiness:
@@ -80,7 +84,7 @@ class Dealer:
 
     Attributes:
         active: Number of lanes in use.
-        handovers: Requests that went from a lane for prompts to one that decodes.
+        handovers: Requests that went from the lane of their prompt to one that decodes.
         seats: Numbers of sequences by lane and by client.
     """
 
@@ -94,6 +98,7 @@ class Dealer:
         admissions: Admissions,
         ready: Readiness,
         pipeline: Pipeline,
+        policy: LanePolicy | None,
     ) -> None:
         """Use all lanes at first. ``lanes`` is extended when lanes are added."""
         self.active = len(lanes)
@@ -108,6 +113,12 @@ class Dealer:
         self._residents = residents
         self._admissions = admissions
         self._ready = ready
+        self._policy = policy
+        self._now = 0.0  # seconds of the clock that ``Turn.plan`` uses
+
+    def set_time(self, now: float) -> None:
+        """Set the time for the policy. Arguments are those of ``Scheduler.set_time``."""
+        self._now = now
 
     def use_lanes(self, active: int) -> None:
         """Use the first ``active`` lanes. The caller must call ``deal_again`` before the next plan."""
@@ -118,16 +129,48 @@ class Dealer:
         return self._rows - (self.seats.taken[lane] if lane < self.active else 0)
 
     def deal(self) -> None:
-        """Deal waiting requests, always to the emptiest lane, as many prompts as its next step can run.
+        """Deal waiting requests as the policy says, or else to the emptiest lane, as many as its next step can run.
 
         Each lane admits its requests with its next plan.
         """
-        for group in self._admissions.deal(self.seats, lambda lane: self._lanes[lane].allowance > 0):
+        homes = self._homes()
+        for group in self._admissions.deal(self.seats, lambda lane: self._lanes[lane].allowance > 0, homes):
             own = self._lanes[group.lane]
             own.running[group] = own.dealt[group] = None
             own.allowance -= group.to_run
             self.seats.add_sequences(group.lane, group.seats, group.request.client)
             self._ready.note_change(group.lane)
+
+    def _homes(self) -> dict[Group, int] | None:
+        """Return the requests to admit now, and their lanes; None if no policy chooses them."""
+        if self._policy is None or not self._admissions.due or self._admissions.is_restricted:
+            return None
+        waiting = self._admissions.upcoming(MOST_DEALT)
+        fit = [one for one in waiting if not one.searches and self._placement.fitting(one.to_run, len(one.completions))]
+        homes = {
+            one: self.seats.emptiest_to_decode if one.searches else self.seats.emptiest
+            for one in waiting
+            if one not in fit
+        }
+        loads = [self._load(self._lanes[lane]) for lane in self.seats.lanes(decode=False) if self.rows_left(lane) > 0]
+        spreads = self._policy.deal([one.to_run for one in fit], loads, self._now) if fit and loads else ()
+        for group, spread in zip(fit, spreads, strict=False):  # the others wait on
+            homes[group], group.allocated = spread.home, spread.lanes
+        return homes
+
+    def _load(self, lane: Lane) -> LaneLoad:
+        """Return what a lane runs."""
+        outputs, prompts = list[int](), list[int]()
+        for group in lane.running:
+            if not group.alive:
+                continue
+            if not group.forked and (left := group.completions[0].left):
+                prompts.append(left)
+            elif group.forked or not self.leaves(group):
+                outputs += [len(one.generated) for one in group.alive]
+        others = self._placement.others(lane.number)
+        rooms = (self._placement.room(worker) for worker in self._placement.capacities if worker not in others)
+        return LaneLoad(lane.number, outputs, prompts, max(0, sum(rooms)) if others else UNBOUNDED)
 
     def undo_deal(self, group: Group) -> None:
         """Undo ``deal`` for a request that no plan has admitted yet."""
@@ -204,22 +247,50 @@ class Dealer:
 
     def _lane_to_decode(self, group: Group) -> int:
         """Return the lane that should decode a request: one with its KV in local memory. If that lane has no room, and
-        replicas attend for each other, return the emptiest."""
+        replicas attend for each other, return the emptiest. A policy may prefer the fullest lane."""
+        if self._policy is not None and self._lanes[group.lane].role == "both":
+            return self._fullest_to_decode(group, self._policy.memory_bound_rows)
         emptiest = self.seats.emptiest_to_decode
         near = self._near(group, True, emptiest)
         return emptiest if self._placement.lends and group.seats > self.rows_left(near) else near
+
+    def _fullest_to_decode(self, group: Group, most: int) -> int:
+        """Return the lane with most sequences, and at most ``most`` with the request's, that can decode a request."""
+        own = self._lanes[group.lane]
+        if group.searches or group.forked or group in own.received or not group.alive:
+            return own.number
+        able = [
+            (lane, len(self._lanes[lane].decoding.members))
+            for lane in self.seats.lanes(decode=True)
+            if lane == own.number
+            or (group.seats <= self.rows_left(lane) and self._placement.others(lane).isdisjoint(group.workers))
+        ]
+        return lane_to_decode(own.number, able, group.seats, most)
+
+    def leaves(self, group: Group) -> bool:
+        """Return whether a request whose prompt is in planned steps will decode in another lane."""
+        role = self._lanes[group.lane].role
+        if role == "prefill" or self._policy is None:
+            return role == "prefill"
+        return role == "both" and self._lane_to_decode(group) != group.lane
 
     def keep_prefixes(self, lane: Lane) -> None:
         """Add the prompts that the completed steps of a lane have computed to the prefix cache."""
         self._prefixes.keep_computed(lane.number, lane.prompts_computed(), lambda one: ran(self._lanes, one))
 
     def hand_over(self) -> None:
-        """Move requests whose prompts have been computed from prefill lanes to lanes that decode."""
+        """Move requests whose prompts have been computed from prefill lanes to lanes that decode, or from any lane as
+        the policy says."""
         for own in self._lanes[: self.active]:
-            if own.role != "prefill" or not own.prompted:
+            if not own.prompted or (own.role != "prefill" and self._policy is None):
                 continue
+            if own.role == "both":
+                self._ready.note_change(own.number)  # requests that stay may begin to decode
             for group, first in own.pop_computed(self._fits_to_decode):
                 client, lane = group.request.client, self._lane_to_decode(group)
+                if lane == own.number:  # other requests have filled the other lanes meanwhile
+                    own.continue_request(group, first)
+                    continue
                 self.seats.add_sequences(own.number, -group.seats, client)
                 self.seats.add_sequences(lane, group.seats, client)
                 group.lane, group.until = lane, 0
@@ -234,6 +305,9 @@ class Dealer:
                 self._admissions.note_freed()
 
     def _fits_to_decode(self, group: Group) -> bool:
+        own = self._lanes[group.lane]
+        if own.role != "prefill":
+            return group in own.leaving or self.leaves(group)
         return group.seats <= self.rows_left(self._lane_to_decode(group))
 
     def may_lend(self, rotates: bool) -> bool:
@@ -273,7 +347,9 @@ class Dealer:
         if lane.running and (left < min(SMALLEST, self._rows // 2) or not self._has_idle_stage(lane, rotates)):
             return None
         lenders: Iterable[Lane] = self._lenders.values()
-        if rows.sequences and lane.pace is None:
+        if self._policy is not None:
+            lenders = self._worth(self._policy, lane, left)
+        elif rows.sequences and lane.pace is None:
             replicas = self._pipeline.replicas_of(lane.number, rotates)
             lenders = [one for one in lenders if one.number % self._pipeline.replicas in replicas]
         if (found := lane.borrow(lenders, left, chunks, decodes=bool(rows.sequences))) is None:
@@ -289,3 +365,13 @@ class Dealer:
         others = (one for one in self._lanes[: self.active] if one.number % pipeline.replicas in replicas)
         busy = sum(one is not lane and one.runs_chunks for one in others)
         return busy < len(replicas) * pipeline.stages
+
+    def _worth(self, policy: LanePolicy, lane: Lane, most: int) -> list[Lane]:
+        """Return the lanes of which ``lane`` should run a chunk of ``most`` tokens, the first choice first."""
+        worth, load = dict[Lane, int](), self._load(lane)
+        for lender in self._lenders.values():
+            if (owner := lender.lendable(most)) is not None:
+                group, completion = owner
+                degree = 1 + (group.lent + 1) // 2  # a lane has up to two steps in flight
+                worth[lender] = policy.worth(load, group.allocated, completion.left, degree)
+        return sorted((one for one, value in worth.items() if value), key=lambda one: -worth[one])

@@ -25,13 +25,12 @@ request; if some of them are lost later, requests that are too long for the rema
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from lamina.core.requests import Completion, Group
+from lamina.core.requests import Completion, Group, Rank
 from lamina.core.segments import grown, holding
 from lamina.core.types import Segment
 from lamina.kv.placement import AHEAD, LEAST_SEGMENT, Placement
 from lamina.schedule.lane import Lane, Residents
 from lamina.schedule.moves import Moves
-from lamina.schedule.policy import Rank
 
 CHEAP = 32  # KV of at most so many tokens is recomputed, not moved: it hardly lengthens a step
 

@@ -54,7 +54,8 @@ class Lane:
     allowance: int = 0  # prompt tokens that may still be dealt to the lane before its next plan
     prompts: PromptBatch = field(default_factory=PromptBatch)
     prompted: list[Owner] = field(default_factory=list)  # the last plan ran all tokens before their next draw
-    received: dict[Group, None] = field(default_factory=dict)  # requests in ``prompted`` from prefill lanes
+    received: dict[Group, None] = field(default_factory=dict)  # requests in ``prompted`` from ``pop_computed``
+    leaving: dict[Group, None] = field(default_factory=dict)  # requests in ``prompted`` that wait for ``pop_computed``
     prompts_run: list[Group] = field(default_factory=list)  # requests whose prompts planned steps complete
     decoding: DecodeBatch = field(init=False)
     finished: list[Owner] = field(default_factory=list)  # ended, but steps in flight still run them
@@ -111,13 +112,16 @@ class Lane:
             budget = self.pace.budget(self.number, bool(rows.sequences), self.prompts, budget)
         return rows, *self._chunks(budget)
 
-    def forks(self) -> list[Fork]:
+    def forks(self, leaves: Callable[[Group], bool]) -> list[Fork]:
         """Let sequences in ``prompted`` decode. Returns the forks of completions that share a prompt.
 
-        In a prefill lane, they wait for ``pop_computed`` instead.
+        Sequences of requests that ``leaves`` says will decode in another lane wait for ``pop_computed`` instead.
         """
         forks = []
-        for group, first in self.prompted if self.role != "prefill" else ():
+        self.leaving = {group: None for group, _ in self.prompted if group in self.leaving or leaves(group)}
+        for group, first in self.prompted:
+            if group in self.leaving:
+                continue
             starting = [first]
             if not group.forked:
                 starting = group.completions
@@ -132,13 +136,12 @@ class Lane:
                     continue
                 if completion.left:
                     self.prompts.add(group, completion)
-                elif group in self.received:  # a prefill lane drew its last token, which is known
+                elif group in self.received:  # its last token was drawn elsewhere, or some steps ago, and is known
                     self.decoding.resume(group, completion, completion.goal)
                 elif not group.searches:
                     self.decoding.join(group, completion, completion.goal)
-        if self.role != "prefill":
-            self.prompted.clear()
-            self.received.clear()
+        self.prompted = [owner for owner in self.prompted if owner[0] in self.leaving]
+        self.received.clear()
         return forks
 
     def pop_computed(self, fits: Callable[[Group], bool]) -> list[Owner]:
@@ -154,6 +157,7 @@ class Lane:
         self.prompted = [owner for owner in alive if owner not in ready]
         for group, _ in ready:
             del self.running[group]
+            self.leaving.pop(group, None)
             for completion in group.completions:
                 self.histories.pop(completion.sequence, None)
         return ready
@@ -290,6 +294,7 @@ class Lane:
             self.prompts,
             self.prompted,
             self.received,
+            self.leaving,
             self.prompts_run,
             self.ending,
             self.histories,

@@ -35,6 +35,12 @@ class StepTimes:
         self._products, self._sums = np.zeros((3, 3)), np.zeros(3)  # normal equations of steps with prompts
         self._parts: npt.NDArray[np.float64] | None = None
 
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """Record that a step took ``seconds``."""
+        tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
+        pairs = sum(_pairs(chunk.start, len(chunk.tokens)) for chunk in plan.chunks)
+        self.add_sample(tokens, pairs, seconds)
+
     def add_sample(self, tokens: int, pairs: float, seconds: float) -> None:
         if not tokens:
             before = seconds if self._alone is None else self._alone
@@ -51,6 +57,12 @@ class StepTimes:
         if self._parts is None:
             self._parts = self._solve()
         return float(self._parts @ (np.array([1.0, tokens, pairs]) / _UNITS))
+
+    @property
+    def coefficients(self) -> tuple[float, float, float]:
+        """Seconds of a step, of each of its prompt tokens, and of each pair; 0 if nothing was measured."""
+        alpha, beta, gamma = (self._solve() / _UNITS).tolist()
+        return alpha, beta, gamma
 
     def _solve(self) -> npt.NDArray[np.float64]:
         """Solve least squares without negative coefficients: they are left out, the most negative first."""
@@ -99,9 +111,7 @@ class Pace:
 
     def on_step_done(self, plan: StepPlan, busy_s: float, waited_s: float) -> None:
         """Record a completed step: ``busy_s`` in slices, ``waited_s`` for attention."""
-        tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
-        pairs = sum(_pairs(chunk.start, len(chunk.tokens)) for chunk in plan.chunks)
-        self._times.add_sample(tokens, pairs, busy_s + waited_s)
+        self._times.note_step(plan, busy_s + waited_s)
         self._steps += 1
         self._latest[plan.lane] = _Latest(self._steps, busy_s, bool(plan.decoding.sequences))
 

@@ -9,14 +9,14 @@ import importlib.metadata
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from lamina.core.errors import ConfigError
-from lamina.core.requests import Group
-
-Rank: TypeAlias = tuple[float, ...]
+from lamina.core.requests import Group, Rank
+from lamina.core.steps import StepPlan
+from lamina.schedule.loongserve import FourSteps, LaneLoad, Spread
 
 ENTRY_POINTS = "lamina.policies"
 QUEUEING = 2.0  # expected time of a prompt in a loaded engine, as a multiple of its time alone
@@ -27,6 +27,39 @@ class Targets:
     """Latency targets. ``ttft_s``: seconds to the first token; None for no target."""
 
     ttft_s: float | None = None
+
+
+class LanePolicy(Protocol):
+    """Decides which lanes run which prompts. It learns from the steps of one scheduler."""
+
+    @property
+    def memory_bound_rows(self) -> int:
+        """Most sequences that decode in one lane before requests from other lanes stay where their prompts ran."""
+
+    def note_step(self, plan: StepPlan, rows: int, busy_s: float, waited_s: float) -> None:
+        """Learn from a completed step. Arguments are those of ``StepDone``."""
+
+    def note_output(self, tokens: int) -> None:
+        """Record that a completion has ended after ``tokens`` tokens."""
+
+    def deal(self, waiting: Sequence[int], lanes: Sequence[LaneLoad], now: float) -> Sequence[Spread]:
+        """Return where the first of the waiting requests run; the others wait on. If nothing runs, one must run.
+
+        Args:
+            waiting: Prompt tokens of the next requests, in order.
+            lanes: The lanes that may run prompts.
+            now: Current time in seconds, of the clock that ``Turn.plan`` uses.
+        """
+
+    def worth(self, lane: LaneLoad, allocated: frozenset[int], left: int, degree: int) -> int:
+        """Return whether a lane should run a chunk of another lane's prompt; 0: no. The greatest value goes first.
+
+        Args:
+            lane: The lane.
+            allocated: ``Group.allocated`` of the prompt.
+            left: Tokens left of the prompt.
+            degree: Lanes that run the prompt.
+        """
 
 
 class Policy(Protocol):
@@ -57,6 +90,15 @@ class Policy(Protocol):
             token_s: Recent time per prompt token, in seconds; 0 if no prompt has run.
         """
 
+    def lane_policy(self, rows: int, attentions: int) -> LanePolicy | None:
+        """Return what decides which lanes run which prompts. None: each request runs in the emptiest lane, once
+        its next step has room, and lanes without requests run the next chunk of any prompt. A fair policy returns None.
+
+        Args:
+            rows: Rows of a step.
+            attentions: Attentions of the model.
+        """
+
 
 def rank_of(policy: Policy, group: Group) -> Rank:
     """Return the rank of a request, made unique by its order of arrival."""
@@ -74,6 +116,9 @@ class Fifo:
 
     def start_by(self, group: Group, now: float, token_s: float) -> float:
         return math.inf
+
+    def lane_policy(self, rows: int, attentions: int) -> LanePolicy | None:
+        return None
 
 
 class Shortest(Fifo):
@@ -113,6 +158,15 @@ class Slo(Fifo):
         return now + self._ttft_s - QUEUEING * group.prompt_length * token_s
 
 
+class LoongServe(Fifo):
+    """Order of arrival, of all clients together. Measured times decide when prompts run, and in which lanes."""
+
+    fair = False
+
+    def lane_policy(self, rows: int, attentions: int) -> LanePolicy:
+        return FourSteps(rows, attentions)
+
+
 FIFO = Fifo()
 
 
@@ -127,6 +181,7 @@ POLICIES: Mapping[str, Callable[[Targets], Policy]] = {
     "shortest": lambda _: Shortest(),
     "priority": lambda _: Priority(),
     "slo": _slo,
+    "loongserve": lambda _: LoongServe(),
 }
 
 
@@ -279,6 +334,16 @@ class RankedQueue:
         while self._keys.get(self._order[0][2]) != self._order[0][0]:
             heapq.heappop(self._order)
         return self._order[0][2]
+
+    def upcoming(self, most: int) -> list[Group]:
+        """Return the requests to admit next, in order, at most ``most``."""
+        found, entries = dict[Group, None](), []
+        while len(found) < min(most, len(self)):
+            found[self.first()] = None
+            entries.append(heapq.heappop(self._order))
+        for entry in entries:
+            heapq.heappush(self._order, entry)
+        return [*found]
 
     def firsts(self) -> Iterator[Group]:
         """Yield the request to admit next, if there is one."""

@@ -56,6 +56,7 @@ class Scheduler:
         rotates: Whether lanes rotate over the replicas.
         dropped: Number of preemptions so far.
         scratch: Scratch memory of the replicas for K and V of prompts.
+        lane_policy: Decides which lanes run which prompts; None if the policy leaves it to the dealer.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Scheduler:
         self._kv_heads = kv_heads
         self._pace = pace
         self._policy = policy
+        self.lane_policy = policy.lane_policy(limits.max_num_batched_tokens, attentions)
         self._token_s = 0.0  # recent seconds per prompt token
         self._lanes = [self._new_lane(number) for number in range(lanes)]
         self._ready = Readiness(lanes)
@@ -119,6 +121,7 @@ class Scheduler:
             self._admissions,
             self._ready,
             self._pipeline,
+            self.lane_policy,
         )
         self.moves = Moves(placement, self.prefixes, self._residents, self._lanes, self._sequences, self._admissions)
         self.balancing = None if balance is None else Balancing(balance, self.moves, placement)
@@ -156,7 +159,7 @@ class Scheduler:
 
     @property
     def handovers(self) -> int:
-        """Number of requests that have gone from a prefill lane to a lane that decodes."""
+        """Number of requests that went from the lane of their prompt to one that decodes."""
         return self._dealer.handovers
 
     @property
@@ -248,6 +251,8 @@ class Scheduler:
 
     def end_completion(self, group: Group, completion: Completion) -> None:
         """End a completion. After the last completion of a request, its id is free."""
+        if self.lane_policy is not None:
+            self.lane_policy.note_output(len(completion.generated))
         self._end(group, completion)
         if not group.alive and self._requests.get(group.request.request_id) is group:
             del self._requests[group.request.request_id]
@@ -391,6 +396,7 @@ class Scheduler:
     def set_time(self, now: float) -> None:
         """Move waiting requests that have become late to the end. ``now`` is in seconds of any monotonic clock."""
         self._admissions.expire(now, self._token_s)
+        self._dealer.set_time(now)
 
     def plannable(self, depth: int) -> Iterator[int]:
         """Yield the lanes, in order, that may have something to plan and have fewer than ``depth`` steps in flight.
@@ -418,7 +424,7 @@ class Scheduler:
         self._recall.settle()
         if self.balancing is not None:
             self.balancing.begin_moves()
-        forks = own.forks()
+        forks = own.forks(self._dealer.leaves)
         self._dealer.keep_prefixes(own)
         released = self._release(own)
         beams = self.beams.join_step(own)

@@ -1,5 +1,6 @@
 """Chunks of one prompt in several lanes, on real workers, against Hugging Face."""
 
+import dataclasses
 import random
 import signal
 from collections import Counter
@@ -21,6 +22,7 @@ from lamina.core.types import DType
 from lamina.engine.engine import Engine
 from lamina.launch import launch
 from lamina.schedule.lane import Lane
+from lamina.schedule.loongserve import FourSteps
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import greedy, served
 from tests.support.running import Killable, run_all, wait_for_recoveries
@@ -37,8 +39,19 @@ WAYS: dict[str, dict[str, Any]] = {
     "two stages and one memory worker": {"pipeline_parallel": 2, "memory": "cpu:1"},
     "segments of 40 tokens": {"kv_tokens_per_worker": 40},
     "rotation": {"lanes": 3, "pipelining": "rotational"},
+    "loongserve": {"policy": "loongserve", "lanes": 4},
     "two stages and halves of the heads": {"pipeline_parallel": 2, "partition": "head"},
 }
+MOVING: dict[str, dict[str, Any]] = {
+    "two replicas": {"lanes": 4},
+    "one replica": {"compute": "cpu:1"},
+    "two lanes of stages": {"pipeline_parallel": 2},
+    "rotation": {"lanes": 3, "pipelining": "rotational"},
+    "tensor parallel": {"tensor_parallel": 2},
+    "prompts on compute": {"prompt_attention": "compute", "pipelining": "fixed"},
+    "one memory worker": {"memory": "cpu:1"},
+}
+"""Layouts in which lanes have no KV of their own."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +118,7 @@ def params(n: int = 1) -> SamplingParams:
     return SamplingParams(n=n, temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
 
 
-@pytest.mark.parametrize("settings", sweep(WAYS, {"two replicas", "two stages"}))
+@pytest.mark.parametrize("settings", sweep(WAYS, {"two replicas", "two stages", "loongserve"}))
 def test_tokens_equal_hugging_face(settings: dict[str, Any], reference: Reference, lent: Counter[int]) -> None:
     engine = begin(reference.folder, **settings)
     try:
@@ -152,6 +165,29 @@ def test_a_request_aborted_while_its_chunks_run_apart_frees_its_slots(reference:
             engine.abort(f"long {number}")
         (output,) = run_all(engine, PROMPTS[:1], params())
         reference.check(0, output)
+        wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("settings", sweep(MOVING, {"two replicas", "two lanes of stages"}))
+def test_requests_that_go_to_another_lane_after_their_prompts_draw_the_same_tokens(
+    settings: dict[str, Any], reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the policy loongserve, they decode where others do, as if more rows took no longer."""
+    monkeypatch.setattr(FourSteps, "memory_bound_rows", 16)
+    engine = begin(reference.folder, policy="loongserve", **settings)
+    try:
+        for penalty, n in ((1.0, 1), (1.0, 2), (1.3, 1)):
+            given = dataclasses.replace(params(n), repetition_penalty=penalty)
+            alone = [run_all(engine, [prompt], given)[0].outputs for prompt in PROMPTS]
+            before = engine._scheduler.handovers
+            for number, output in enumerate(run_all(engine, PROMPTS * 3, given)):
+                if penalty == 1.0:
+                    reference.check(number % len(PROMPTS), output)
+                tokens = [one.token_ids for one in output.outputs]
+                assert tokens == [one.token_ids for one in alone[number % len(PROMPTS)]]
+            assert engine._scheduler.handovers > before
         wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")
     finally:
         engine.close()

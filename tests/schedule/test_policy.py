@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import math
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +18,24 @@ from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.simulate import Arrivals, Deployment, State, simulate
 from lamina.schedule.growth import victims
 from lamina.schedule.limits import Limits
-from lamina.schedule.policy import FIFO, POLICIES, Policy, Priority, RankedQueue, Shortest, Slo, find_policy, rank_of
+from lamina.schedule.loongserve import FourSteps, LaneLoad, Spread
+from lamina.schedule.policy import (
+    FIFO,
+    POLICIES,
+    LoongServe,
+    Policy,
+    Priority,
+    RankedQueue,
+    Shortest,
+    Slo,
+    find_policy,
+    rank_of,
+)
 from tests.support.clusters import Course
 from tests.support.lossy_clusters import LOSSES, Caching
 from tests.support.lossy_clusters import shared_prefix_requests as mixed
 from tests.support.schedules import request, scheduler
+from tests.support.sweep import MANY_EXAMPLES
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
 
@@ -33,7 +48,7 @@ def group(number: int, prompt: int = 4, priority: int = 0) -> Group:
 
 @given(
     jobs=st.lists(st.tuples(st.integers(1, 9), st.integers(-3, 3)), min_size=1, max_size=12),
-    policy=st.sampled_from([Shortest(), Priority(), Slo(10.0)]),
+    policy=st.sampled_from([Shortest(), Priority(), Slo(10.0), LoongServe()]),
     events=st.lists(st.tuples(st.sampled_from(["enqueue", "pop", "remove", "advance"]), st.integers(0, 11))),
 )
 def test_a_ranked_queue_serves_the_smallest_rank_and_late_requests_last(
@@ -61,6 +76,7 @@ def test_a_ranked_queue_serves_the_smallest_rank_and_late_requests_last(
         expected = sorted(waiting, key=lambda each: (each in late, rank_of(policy, each)))
         assert list(queue) == expected and len(queue) == len(expected)
         assert list(queue.firsts()) == expected[:1]
+        assert queue.upcoming(number) == expected[:number]
 
 
 @settings(max_examples=60, deadline=None)
@@ -78,6 +94,46 @@ def test_every_request_ends_and_every_slot_comes_back_with_every_policy(
     Ordered.policy = policy
     prompts, others = [one[0] for one in requests], [one[1:] for one in requests]
     cluster = Ordered(others, prompts, *course.sizes)
+    cluster.play(course, 40)
+    cluster.leave()
+    cluster.check_rest()
+    cluster.check_ends()
+
+
+@MANY_EXAMPLES
+@given(requests=mixed, course=LOSSES, draw=st.randoms(use_true_random=False))
+def test_every_request_ends_and_every_slot_comes_back_whatever_lanes_a_policy_chooses(
+    requests: list, course: Course, draw: random.Random
+) -> None:
+    class Chosen(FourSteps):
+        """Some requests wait although lanes are idle; others run in any lane, and decode in any other."""
+
+        memory_bound_rows = property(lambda _: draw.randint(0, 8))  # type: ignore[assignment]
+
+        def deal(self, waiting: Sequence[int], lanes: Sequence[LaneLoad], now: float) -> list[Spread]:
+            least = all(lane.idle for lane in lanes)
+            count = draw.randint(int(least), len(waiting))
+            return [Spread(draw.choice(lanes).number, frozenset()) for _ in range(count)]
+
+        def worth(self, lane: LaneLoad, allocated: frozenset[int], left: int, degree: int) -> int:
+            return draw.randint(0, 2)
+
+    class Choosing(LoongServe):
+        def lane_policy(self, rows: int, attentions: int) -> FourSteps:
+            return Chosen(rows, attentions)
+
+    class Handing(Caching):
+        """Requests change lanes before steps are planned."""
+
+        policy = Choosing()
+
+        def plan(self, lane: int) -> None:
+            for _ in self.scheduler.plannable(self._depth):
+                pass
+            super().plan(lane)
+
+    prompts, others = [one[0] for one in requests], [one[1:] for one in requests]
+    cluster = Handing(others, prompts, *course.sizes)
     cluster.play(course, 40)
     cluster.leave()
     cluster.check_rest()
@@ -154,7 +210,7 @@ def test_policies_are_found_by_name_or_entry_point(monkeypatch: pytest.MonkeyPat
     assert find_policy("priority").start_by(group(0), 5.0, 0.1) == math.inf
     with pytest.raises(ConfigError, match="slo_ttft_ms"):
         find_policy("slo")
-    with pytest.raises(ConfigError, match="give one of fifo, shortest, priority, slo"):
+    with pytest.raises(ConfigError, match="give one of fifo, shortest, priority, slo, loongserve"):
         find_policy("random")
     point = importlib.metadata.EntryPoint("mine", "tests.schedule.test_policy:made", "lamina.policies")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point] * (group == "lamina.policies"))

@@ -91,6 +91,7 @@ class Layout:
     one_way: bool = False
 
 
+LOONGSERVE = 0.15  # share of seeds with this policy, which moves requests between lanes
 ONE_WAY = 0.05  # share of seeds with replicas that attend for each other one way, which few other choices bring about
 
 
@@ -108,6 +109,8 @@ def layout(seed: int) -> Layout:
         if next(refusals(made.config, *pools), None) is None:
             frontends, kept = random.Random(f"frontends {seed}").choice([0, 1, 2]), random.Random(f"one way {seed}")
             made = dataclasses.replace(made, frontends=frontends)
+            if random.Random(f"policy {seed}").random() < LOONGSERVE:
+                made = dataclasses.replace(made, config=dataclasses.replace(made.config, policy="loongserve"))
             return _one_way(made, kept) if kept.random() < ONE_WAY else made
 
 
