@@ -108,7 +108,7 @@ def test_every_request_ends_and_every_slot_comes_back_whatever_lanes_a_policy_ch
     class Chosen(FourSteps):
         """Some requests wait although lanes are idle; others run in any lane, and decode in any other."""
 
-        memory_bound_rows = property(lambda _: draw.randint(0, 8))  # type: ignore[assignment]
+        memory_bound_rows = property(lambda _: draw.randint(0, 8))
 
         def deal(self, waiting: Sequence[int], lanes: Sequence[LaneLoad], now: float) -> list[Spread]:
             least = all(lane.idle for lane in lanes)
