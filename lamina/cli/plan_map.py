@@ -39,6 +39,7 @@ LEGEND = (
     (LOSSES, "two kinds serve fewer requests per dollar than one"),
     ("none", "first line: two kinds against one, * simulated; in brackets: attention offloaded"),
     ("none", "last line, the cheapest way: offload (attention), apart (prefill), a kind alone"),
+    ("none", "lengths in tokens; one only, two only, neither: which kinds keep the targets at all"),
 )
 """Colour and meaning of each line of a picture's legend."""
 

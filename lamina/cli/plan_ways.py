@@ -338,7 +338,7 @@ def _best_to_launch(shape: "ModelShape", course: "Course", trials: "Sequence[Tri
         return []
     own = next((trial for trial in trials if obstacle(trial.way, shape, model) is None), None)
     if own is None:
-        return ["No way that lamina launch starts came within the SLOs at a useful load."]
+        return ["Of the ways that are ranked here, lamina launch starts none."]
     costs = _compared(own.usd_per_request / best.usd_per_request)
     sequences = course.deployment(own.capacity).max_num_seqs
     return [

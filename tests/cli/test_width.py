@@ -76,6 +76,18 @@ def test_plan_fits_a_terminal_and_shows_every_figure(columns: int) -> None:
     assert re.search(r"a100-80g:\d \+ rtx3090:\d", table)  # a way's pools in one line
 
 
+def test_errors_wrap_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = "/tmp/" + "folder/" * 12
+    arguments = ("plan", "--model", "Llama-3-8B", "--compute", "h10", "--hardware")
+    whole = run_here(*arguments[:-1]).stderr
+    assert whole.count("\n") == 1 and len(whole) > 160
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = ESCAPES.sub("", run_here(*arguments[:-1]).stderr)
+    assert max(map(len, printed.splitlines())) < 80 and printed.split() == whole.split()
+    assert folder.rstrip("/") in ESCAPES.sub("", run_here(*arguments, folder).stderr)  # a path stays whole
+
+
 WORDS = st.lists(st.text("abc019.%", min_size=1, max_size=24), min_size=1, max_size=4).map(" ".join)
 
 

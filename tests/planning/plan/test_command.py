@@ -19,8 +19,9 @@ from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import UserError
 from lamina.core.pipeline import Pipeline
 from lamina.core.types import DType
+from lamina.models import hub
 from lamina.models.directory import BUNDLED
-from lamina.planning.plan import hardware, model_shapes
+from lamina.planning.plan import hardware, model_shapes, prices
 from lamina.planning.plan.fit_store import Fit
 from lamina.planning.plan.ways import Kind, Way
 from lamina.planning.profiling import measure, profile
@@ -271,3 +272,42 @@ def test_ways_that_cannot_be_started_are_ranked_apart() -> None:
     assert [row.style for row in table.rows] == [None, "dim", "bold green", None]
     alone = plan_ways.table_of(rows, "title", "caption", narrow=False)
     assert plan_ways.UNSTARTED not in [str(cell) for cell in alone.columns[0].cells]
+
+
+def test_two_kinds_of_machines_need_a_market_with_rdma() -> None:
+    kinds = hardware.load()
+    apart = Way(
+        kind=Kind.PREFILL,
+        compute=kinds["h100"],
+        compute_workers=1,
+        memory=kinds["rtx4090"],
+        memory_workers=1,
+        chunk=128,
+    )
+    alike, alone = replace(apart, memory=kinds["h100"]), replace(apart, kind=Kind.LOCAL, memory=None, memory_workers=0)
+    pods, paper = (SimpleNamespace(prices=prices.load(name)) for name in ("pods", "paper"))
+    (warning,) = plan_ways._without_rdma(pods, apart)  # type: ignore[arg-type]
+    assert "RDMA" in warning and "--prices FILE" in warning
+    for server, way in ((paper, apart), (pods, alike), (pods, alone)):
+        assert not plan_ways._without_rdma(server, way)  # type: ignore[arg-type]
+
+
+def test_a_model_that_launch_cannot_read_has_no_launch_line(tmp_path: Path) -> None:
+    device = hardware.load()["h100"]
+    way = Way(kind=Kind.LOCAL, chunk=128, compute=device, compute_workers=1)
+    says = plan_commands.obstacle(way, model_shapes.find("gpt-oss-120b"), "gpt-oss-120b")
+    assert says is not None and "mxfp4" in says
+    config = json.loads((BUNDLED / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "a_family_of_my_own"}))
+    says = plan_commands.obstacle(way, model_shapes.find(str(tmp_path)), str(tmp_path))
+    assert says is not None and "a_family_of_my_own" in says
+
+
+def test_a_model_on_the_hub_is_planned_for_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text((BUNDLED / "config.json").read_text())
+    monkeypatch.setattr(hub, "download", lambda model, weights: tmp_path)
+    model_shapes._downloaded.cache_clear()
+    assert model_shapes.find("me/mine").parameters == model_shapes.find(str(BUNDLED)).parameters
+    assert model_shapes.model_to_launch("me/mine") == "me/mine"
+    assert model_shapes.find("meta-llama/Meta-Llama-3-8B") is model_shapes.KNOWN["llama-3-8b"]
+    model_shapes._downloaded.cache_clear()

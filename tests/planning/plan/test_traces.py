@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from bench.cost import traces
+from lamina.core.errors import ConfigError
 from lamina.planning.plan import workload
 from lamina.planning.plan.workload import TracedRequest, read_trace
 
@@ -49,3 +50,12 @@ def test_questions_repeat_their_document_and_what_was_said_before(tmp_path: Path
     file = tmp_path / "documents.jsonl"
     file.write_text("".join(json.dumps(traces.row(one)) + "\n" for one in made))
     assert [one.content for one in read_trace(file)] == [one.content for one in made]
+
+
+def test_a_file_without_a_trace_s_columns_is_refused_by_their_names(tmp_path: Path) -> None:
+    """Also if it has nothing but one line, so that no row lacks anything."""
+    file = tmp_path / "notes.csv"
+    for text in ("hello\n", "", "TIMESTAMP,ContextTokens\n1,2\n"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"is not a trace \(KeyError: .*'GeneratedTokens'"):
+            read_trace(file)
