@@ -1,7 +1,7 @@
 """Native attention on this machine's processor, each figure against a limit measured between its calls.
 
     python -m bench.kernels.attention [--only decode split ...] [--sequences 16] [--tokens 2048]
-                              [--threads 1 2] [--rounds 21]
+                              [--threads 1 2] [--rounds 21] [--shapes 8x1x64 ...]
                               [--json FILE]
 
 decode   KV bytes read per second (bfloat16, one query row per sequence) over a plain read loop's. ``slots`` says how
@@ -254,6 +254,11 @@ def show(results: list[Result], title: str) -> None:
     Console().print(table)
 
 
+def shape_of(text: str) -> Shape:
+    query_heads, kv_heads, size = map(int, text.split("x"))
+    return query_heads, kv_heads, size
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=TABLES, default=TABLES, help="some of the tables")
@@ -263,6 +268,13 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument(
+        "--shapes",
+        type=shape_of,
+        nargs="+",
+        default=SHAPES,
+        help="query heads x KV heads x head size, of the tables decode and codes; 8x1x64: multi-query",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     args = parser.parse_args()
 
@@ -280,11 +292,11 @@ def main() -> None:
         },
         {
             "decode": lambda threads: [
-                decode(shape, threads, slots, tokens, rounds, memory) for shape, slots in product(SHAPES, RUNS)
+                decode(shape, threads, slots, tokens, rounds, memory) for shape, slots in product(args.shapes, RUNS)
             ],
             "codes": lambda threads: [
                 codes(shape, threads, element, tokens, rounds, memory)
-                for shape, element in product(SHAPES, (KvElement.INT8, KvElement.FP8))
+                for shape, element in product(args.shapes, (KvElement.INT8, KvElement.FP8))
             ],
             "split": lambda threads: [split(shape, threads, longer, rounds, memory) for shape in LONGER_SHAPES],
             "ragged": lambda threads: [ragged(shape, threads, rounds, memory) for shape in LONGER_SHAPES],

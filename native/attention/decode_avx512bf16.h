@@ -2,86 +2,88 @@
 // of 32.
 //
 // Tiles of 16 tokens: first the scores of all heads, while the tile's values are read ahead, then the values
-// of all heads, while the next tile's keys are read ahead. Scores of 4 tokens and one query come from the
-// tokens' keys transposed within quarters of vectors: quarter i of word vector j holds word 4i + j of each
-// token, and meets word 4i + j of the query. Values of 2 tokens are interleaved within quarters, which leaves
-// columns in an order that finish() restores. Both need only shuffles that run beside multiplications.
+// of all heads, while the next tile's keys are read ahead. decode_words_avx512bf16.h makes words of both by
+// shuffles that run beside multiplications.
 #pragma once
 
-#include "stored_avx512bf16.h"
+#include "decode_words_avx512bf16.h"
 
 namespace lamina::attention {
 namespace {
 
 constexpr int64_t kDecodeTokens = 16;
-constexpr int64_t kDecodeColumns = 32; // elements of a vector of pairs: head sizes are multiples of it
+constexpr int64_t kDecodeColumns = 32; // head sizes are multiples of it
 constexpr int64_t kDecodeQueries = 8;  // per KV head, at most
-
-// In every quarter (16 bytes) of a vector: elements I of the same quarter of a followed by b.
-template <class V, int... I> inline V in_quarters(const V &a, const V &b) {
-    constexpr int size = sizeof...(I), elements = 4 * size;
-    constexpr auto place = [](int lane, int i) { return i < size ? lane + i : elements + lane + i - size; };
-    return __builtin_shufflevector(a, b, place(0, I)..., place(size, I)..., place(2 * size, I)...,
-                                   place(3 * size, I)...);
-}
-
-// Quarters A, B, C and D of a followed by b.
-template <int A, int B, int C, int D>
-inline Floats<16> of_quarters(const Floats<16> &a, const Floats<16> &b) {
-    return __builtin_shufflevector(a, b, 4 * A, 4 * A + 1, 4 * A + 2, 4 * A + 3, 4 * B, 4 * B + 1, 4 * B + 2,
-                                   4 * B + 3, 4 * C, 4 * C + 1, 4 * C + 2, 4 * C + 3, 4 * D, 4 * D + 1,
-                                   4 * D + 2, 4 * D + 3);
-}
 
 bool decodable(const Shape &shape) {
     return shape.qk_dim % kDecodeColumns == 0 && shape.v_dim % kDecodeColumns == 0;
 }
 
-// The rows of two tiles in the order of the work: the keys of one, its values, the keys of the next, its
-// values. A row begins at the task's first head; tokens past the last one of a tile have zeros.
-template <class Stored> using Rows = const typename Stored::Kv * [4 * kDecodeTokens];
-constexpr int64_t kValues = kDecodeTokens, kNextKeys = 2 * kDecodeTokens; // where they begin
+// A ring of tiles: of each, the rows of its keys, then those of its values. A row begins at the task's first
+// head; tokens past the last one of a task have zeros.
+constexpr int64_t kTileRows = 2 * kDecodeTokens, kRingTiles = 8;
+template <class Stored> using Rows = const typename Stored::Kv * [kRingTiles * kTileRows];
 
-// Prefetches rows a tile ahead of their use. A core seems to drop a prefetch when it has no room to track
+// Prefetches rows some tiles ahead of their use. A core seems to drop a prefetch when it has no room to track
 // another miss, which is often while memory is the limit: so every line is prefetched twice, half a tile
 // apart. On one Zen 5 core that raises the bytes read per second by 1 to 30%, on two by up to 15%.
 template <class Stored> class AheadTwice {
 public:
-    // Prefetches the keys of the first tile and half of its values.
-    AheadTwice(const Rows<Stored> &rows, int64_t key_bytes, int64_t value_bytes)
-        : rows_(rows), bytes_{key_bytes, value_bytes} {
-        for (start_row(0); late_ < kDecodeTokens;)
-            ask_for_two();
+    // Prefetches the first rows: `tiles` tiles but for half of the last one. The ring has one tile more.
+    AheadTwice(const Rows<Stored> &rows, int64_t key_bytes, int64_t value_bytes, int64_t tiles)
+        : rows_(rows), bytes_{key_bytes, value_bytes},
+          second_(std::max(key_bytes, value_bytes) > kCacheLine ? kCacheLine : 0),
+          due_(tiles * kTileRows - kDecodeTokens) {
+        start_row(0);
+        finish_due();
     }
 
-    // Called once the rows have moved on by a tile: continues with the second half of the first tile's
-    // values.
-    void next_tile() { start_row(kDecodeTokens); }
+    // Called after a tile: prefetches what is left of one tile's rows, if they are not whole pairs of lines.
+    void next_tile() {
+        due_ += kTileRows;
+        finish_due();
+    }
 
     // Always inlined: GCC considers a function that only prefetches free of effects and drops its calls.
     [[gnu::always_inline]] void ask_for_two() {
         __builtin_prefetch(early_row_ + at_);
-        __builtin_prefetch(early_row_ + at_ + kCacheLine);
+        __builtin_prefetch(early_row_ + at_ + second_);
         __builtin_prefetch(late_row_ + at_);
-        __builtin_prefetch(late_row_ + at_ + kCacheLine);
+        __builtin_prefetch(late_row_ + at_ + second_);
         at_ += 2 * kCacheLine;
         if (at_ >= end_) [[unlikely]]
-            start_row(late_ + 1);
+            next_row();
     }
 
 private:
+    void finish_due() {
+        while (late_ < due_)
+            ask_for_two();
+    }
+
+    [[gnu::always_inline]] void next_row() {
+        if (second_ == 0) { // a second row instead of a second line
+            start_row(late_ + 1);
+            __builtin_prefetch(early_row_);
+            __builtin_prefetch(late_row_);
+        }
+        start_row(late_ + 1);
+    }
+
     [[gnu::always_inline]] void start_row(int64_t late) {
         const int64_t early = late + kDecodeTokens / 2;
         late_ = late;
-        late_row_ = reinterpret_cast<const std::byte *>(rows_[late]);
-        early_row_ = reinterpret_cast<const std::byte *>(rows_[early]);
-        end_ = bytes_[early / kDecodeTokens % 2];
+        late_row_ = reinterpret_cast<const std::byte *>(rows_[late & (kRingTiles * kTileRows - 1)]);
+        early_row_ = reinterpret_cast<const std::byte *>(rows_[early & (kRingTiles * kTileRows - 1)]);
+        end_ = bytes_[early / kDecodeTokens & 1];
         at_ = 0;
     }
 
-    const typename Stored::Kv *const *rows_; // all of them
+    const typename Stored::Kv *const *rows_; // the ring
     int64_t bytes_[2];                       // of a row of keys, of values
-    int64_t late_;                           // the row that is prefetched again
+    int64_t second_; // from the first of two lines to the second; 0: rows are one line
+    int64_t due_;    // rows to prefetch until the next tile
+    int64_t late_;   // the row that is prefetched again
     const std::byte *early_row_, *late_row_;
     int64_t at_, end_; // bytes into both
 };
@@ -91,29 +93,39 @@ template <class Stored, int QUERIES> class DecodeTask {
     using Kv = typename Stored::Kv;
     using Ahead = AheadTwice<Stored>;
     static constexpr bool kScaled = Stored::kScaled;
-    static constexpr int kRowsPerStep = 4 / int{sizeof(Kv)}; // loads of 32 elements for a prefetch of 2 lines
+    static constexpr int kElements = kRowElements<Stored>, kWords = kKeyVectors<Stored>;
     static constexpr int W = 16;
     static constexpr int kBlock = QUERIES <= 4 ? 4 : 2; // vectors of a query's sums that registers hold
+    // Read ahead, at least a tile and at most what the ring holds. Less is not enough for short rows, and
+    // more slows down a single query of bfloat16.
+    static constexpr int64_t kAheadBytes = QUERIES == 1 && !kScaled ? 8 * 1024 : 16 * 1024;
     static constexpr float kSlack = 8;
     using F = Floats<W>;
-    using Halves = Vectors<2 * W>::Halves;
     using Word = uint32_t; // two bfloat16
 
 public:
     DecodeTask(const Problem &problem, const Task &task, const Workspace &work)
         : problem_(problem), shape_(problem.shape), task_(task), work_(work),
           heads_(task.head_end - task.head_begin),
+          query_stride_(QUERIES * round_up(shape_.qk_dim, kElements) * 2),
+          stride_(round_up(shape_.v_dim, kElements)),
           special_(problem.scoring.softcap > 0 || problem.scoring.alibi_slopes) {}
 
     void run() {
         start();
-        const int64_t bytes = heads_ * int64_t{sizeof(Kv)};
-        Rows<Stored> rows;
-        gather(task_, task_.token_begin, rows + kNextKeys);
-        advance(task_.token_begin + kDecodeTokens, rows);
-        Ahead ahead(rows, bytes * shape_.qk_dim, bytes * shape_.v_dim);
-        for (int64_t token = task_.token_begin; token < task_.token_end; token += kDecodeTokens) {
+        const int64_t key_bytes = heads_ * shape_.qk_dim * int64_t{sizeof(Kv)},
+                      value_bytes = heads_ * shape_.v_dim * int64_t{sizeof(Kv)};
+        const int64_t tiles_ahead =
+            std::clamp<int64_t>(kAheadBytes / (kDecodeTokens * (key_bytes + value_bytes)), 1, kRingTiles - 1);
+        Rows<Stored> ring;
+        for (int64_t tile = 0; tile <= tiles_ahead; ++tile)
+            gather_tile(tile, ring);
+        Ahead ahead(ring, key_bytes, value_bytes, tiles_ahead);
+        const int64_t tiles = count_tiles(task_);
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+            const int64_t token = task_.token_begin + tile * kDecodeTokens;
             const int64_t tokens = std::min(kDecodeTokens, task_.token_end - token);
+            const Kv *const *rows = ring + tile % kRingTiles * kTileRows;
             if constexpr (kScaled)
                 aim_scales(token, tokens);
             for (int64_t head = 0; head < heads_; ++head) {
@@ -123,19 +135,19 @@ public:
                 weigh(head, token, tokens, halves);
             }
             for (int64_t head = 0; head < heads_; ++head)
-                add_values(rows + kValues, head, ahead);
-            advance(token + 2 * kDecodeTokens, rows);
+                add_values(rows + kDecodeTokens, head, ahead);
+            gather_tile(tile + tiles_ahead + 1, ring);
             ahead.next_tile();
         }
         finish();
     }
 
 private:
-    float *accumulator(int64_t head) const { return work_.accumulator + head * QUERIES * work_.v_padded; }
+    float *accumulator(int64_t head) const { return work_.accumulator + head * QUERIES * stride_; }
     float *sums(int64_t head) const { return work_.sum + head * QUERIES * W; }
     float *references(int64_t head) const { return work_.reference + head * QUERIES; }
-    // [qk_dim / 32][4][QUERIES] vectors: word J of every quarter of 32 elements, in all words of the quarter.
-    float *queries(int64_t head) const { return work_.query + head * QUERIES * shape_.qk_dim * 2; }
+    // [qk_dim / kElements][kWords][QUERIES] vectors that meet those of keys.
+    float *queries(int64_t head) const { return work_.query + head * query_stride_; }
     // Those of a tile's tokens, in pairs: [QUERIES][kDecodeTokens / 2].
     Word *probabilities(int64_t head) const {
         return reinterpret_cast<Word *>(work_.probabilities) + head * QUERIES * (kDecodeTokens / 2);
@@ -144,39 +156,37 @@ private:
 
     void start() {
         std::memset(work_.zeros, 0, sizeof(float) * heads_ * std::max(work_.qk_padded, work_.v_padded));
-        std::memset(work_.accumulator, 0, sizeof(float) * heads_ * QUERIES * work_.v_padded);
+        std::memset(work_.accumulator, 0, sizeof(float) * heads_ * QUERIES * stride_);
         std::memset(work_.sum, 0, sizeof(float) * heads_ * QUERIES * W);
         std::fill_n(work_.reference, heads_ * QUERIES, -kInfinity);
         const int64_t first = (task_.row_begin * shape_.query_heads + query_head(0, 0)) * shape_.qk_dim;
         for (int64_t head = 0; head < heads_; ++head)
             for (int64_t q = 0; q < QUERIES; ++q)
-                for (int64_t d = 0; d < shape_.qk_dim; d += kDecodeColumns)
-                    spread_query(first + (head * QUERIES + q) * shape_.qk_dim + d,
-                                 queries(head) + (d / 8 * QUERIES + q) * W);
+                for (int64_t d = 0; d < shape_.qk_dim; d += kElements) {
+                    uint16_t elements[kElements] = {};
+                    round_pairs(problem_, first + (head * QUERIES + q) * shape_.qk_dim + d,
+                                std::min<int64_t>(kElements, shape_.qk_dim - d), elements);
+                    spread_query<Stored>(elements, queries(head) + (d / 8 * QUERIES + q) * W, QUERIES * W);
+                }
     }
 
-    // 32 elements of a query, as 4 vectors that are QUERIES apart.
-    void spread_query(int64_t offset, float *target) const {
-        uint16_t pairs[kDecodeColumns];
-        round_pairs(problem_, offset, kDecodeColumns, pairs);
-        const auto words = load<F>(pairs);
-        store(target, in_quarters<F, 0, 0, 0, 0>(words, words));
-        store(target + QUERIES * W, in_quarters<F, 1, 1, 1, 1>(words, words));
-        store(target + 2 * QUERIES * W, in_quarters<F, 2, 2, 2, 2>(words, words));
-        store(target + 3 * QUERIES * W, in_quarters<F, 3, 3, 3, 3>(words, words));
+    static int64_t count_tiles(const Task &task) {
+        return (task.token_end - task.token_begin + kDecodeTokens - 1) / kDecodeTokens;
     }
 
-    // Moves on by a tile. The new next tile begins at `next` or, where the task ends, is the first one of the
-    // task that this thread may run next.
-    void advance(int64_t next, Rows<Stored> &rows) const {
-        std::copy_n(rows + kNextKeys, 2 * kDecodeTokens, rows);
-        const bool beyond = next >= task_.token_end && task_.following;
-        const Task &task = beyond ? *task_.following : task_;
-        gather(task, beyond ? task.token_begin : next, rows + kNextKeys);
+    // Puts a tile's rows into the ring; past the end of the task, those of the task that this thread may run
+    // next.
+    void gather_tile(int64_t tile, Rows<Stored> &ring) const {
+        const int64_t beyond = tile - count_tiles(task_);
+        const Kv **rows = ring + tile % kRingTiles * kTileRows;
+        if (beyond >= 0 && task_.following)
+            gather(*task_.following, task_.following->token_begin + beyond * kDecodeTokens, rows);
+        else
+            gather(task_, task_.token_begin + tile * kDecodeTokens, rows);
     }
 
     void gather(const Task &task, int64_t token, const Kv **keys) const {
-        const Kv **values = keys + kValues;
+        const Kv **values = keys + kDecodeTokens;
         const int32_t *slots = problem_.segments.slots + problem_.segments.kv_offsets[task.pair];
         const auto *zeros = reinterpret_cast<const Kv *>(work_.zeros);
         const Kv *first_key = static_cast<const Kv *>(problem_.k) + task.head_begin * shape_.qk_dim;
@@ -217,37 +227,40 @@ private:
         const float *query = queries(head);
         asm("" : "+r"(query)); // otherwise GCC keeps queries in registers across calls, and sums in memory
         F sums[2][QUERIES] = {};
-        for (int64_t d = 0; d < dim; d += kDecodeColumns) {
-            F words[2][4];
-            for (int g = 0; g < 2; ++g)
-                key_words(keys + 4 * g, head * dim + d, words[g], ahead);
-            for (int j = 0; j < 4; ++j, query += QUERIES * W)
-                for (int q = 0; q < QUERIES; ++q)
-                    for (int g = 0; g < 2; ++g)
-                        sums[g][q] = dot_pairs(sums[g][q], words[g][j], load<F>(query + q * W));
-        }
+        int64_t d = 0;
+        for (; d + kElements <= dim; d += kElements)
+            add_scores<false>(keys, head * dim + d, query, sums, ahead);
+        if constexpr (kElements > kDecodeColumns)
+            if (d < dim) [[unlikely]]
+                add_scores<true>(keys, head * dim + d, query, sums, ahead);
         for (int q = 0; q < QUERIES; ++q)
             halves[q] = of_quarters<0, 1, 4, 5>(sums[0][q], sums[1][q]) +
                         of_quarters<2, 3, 6, 7>(sums[0][q], sums[1][q]);
     }
 
-    [[gnu::always_inline]] static F pairs_at(const Kv *source) {
-        return reinterpret_cast<F>(load_pairs<Stored>(source));
-    }
-
-    [[gnu::always_inline]] static void key_words(const Kv *const *keys, int64_t offset, F (&words)[4],
-                                                 Ahead &ahead) {
-        const F a = pairs_at(keys[0] + offset), b = pairs_at(keys[1] + offset);
-        if constexpr (kRowsPerStep == 2)
+    // Those of kElements elements, or of HALF of them.
+    template <bool HALF>
+    [[gnu::always_inline]] static void add_scores(const Kv *const *keys, int64_t offset, const float *&query,
+                                                  F (&sums)[2][QUERIES], Ahead &ahead) {
+        __m512i rows[2][4];
+        for (int g = 0; g < 2; ++g) {
+            const Kv *const *four = keys + 4 * g;
+            const __m512i a = row_bytes(four[0] + offset, HALF), b = row_bytes(four[1] + offset, HALF);
+            if constexpr (!HALF)
+                ahead.ask_for_two();
+            const __m512i c = row_bytes(four[2] + offset, HALF), d = row_bytes(four[3] + offset, HALF);
             ahead.ask_for_two();
-        const F c = pairs_at(keys[2] + offset), d = pairs_at(keys[3] + offset);
-        ahead.ask_for_two();
-        const F ab_low = in_quarters<F, 0, 4, 1, 5>(a, b), ab_high = in_quarters<F, 2, 6, 3, 7>(a, b),
-                cd_low = in_quarters<F, 0, 4, 1, 5>(c, d), cd_high = in_quarters<F, 2, 6, 3, 7>(c, d);
-        words[0] = in_quarters<F, 0, 1, 4, 5>(ab_low, cd_low);
-        words[1] = in_quarters<F, 2, 3, 6, 7>(ab_low, cd_low);
-        words[2] = in_quarters<F, 0, 1, 4, 5>(ab_high, cd_high);
-        words[3] = in_quarters<F, 2, 3, 6, 7>(ab_high, cd_high);
+            transpose_keys<Stored>(a, b, c, d, rows[g]);
+        }
+        for (int j = 0; j < 4; ++j) {
+            F words[2][kWords / 4];
+            for (int g = 0; g < 2; ++g)
+                to_words<Stored>(rows[g][j], words[g]);
+            for (int i = 0; i < kWords / 4; ++i, query += QUERIES * W)
+                for (int q = 0; q < QUERIES; ++q)
+                    for (int g = 0; g < 2; ++g)
+                        sums[g][q] = dot_pairs(sums[g][q], words[g][i], load<F>(query + q * W));
+        }
     }
 
     // Turns a head's scores into probabilities relative to a reference: the largest score so far, give or
@@ -317,48 +330,60 @@ private:
                 continue;
             const float rescale = __builtin_exp2f(reference - most);
             reference = most;
-            float *sum = sums(head) + q * W, *accumulated = accumulator(head) + q * work_.v_padded;
+            float *sum = sums(head) + q * W, *accumulated = accumulator(head) + q * stride_;
             store(sum, load<F>(sum) * rescale);
-            for (int64_t d = 0; d < shape_.v_dim; d += W)
+            for (int64_t d = 0; d < stride_; d += W)
                 store(accumulated + d, load<F>(accumulated + d) * rescale);
         }
     }
 
     // Adds a tile's values of a head, weighed by its probabilities.
     [[gnu::always_inline]] void add_values(const Kv *const *values, int64_t head, Ahead &ahead) {
+        constexpr int kColumns = std::max<int>(kBlock * W, kElements);
+        const int64_t dim = shape_.v_dim;
         int64_t d = 0;
-        for (; d + kBlock * W <= shape_.v_dim; d += kBlock * W)
-            add_columns<kBlock>(values, head, d, ahead);
-        if constexpr (kBlock > 2)
-            for (; d < shape_.v_dim; d += kDecodeColumns)
-                add_columns<2>(values, head, d, ahead);
+        for (; d + kColumns <= dim; d += kColumns)
+            add_columns<kColumns / W, false>(values, head, d, ahead);
+        if constexpr (kColumns > kDecodeColumns)
+            if (d < dim)
+                add_columns<kValueVectors<Stored>, kScaled>(values, head, d, ahead);
     }
 
-    template <int VECTORS>
+    // VECTORS vectors of columns, as many at once as registers hold.
+    template <int VECTORS, bool HALF>
     [[gnu::always_inline]] void add_columns(const Kv *const *values, int64_t head, int64_t column,
                                             Ahead &ahead) {
-        const int64_t stride = work_.v_padded;
+        if constexpr (VECTORS > kBlock) {
+            add_block<kBlock, HALF>(values, head, column, 0, ahead);
+            add_block<kBlock, HALF>(values, head, column, kBlock, ahead);
+        } else {
+            add_block<VECTORS, HALF>(values, head, column, 0, ahead);
+        }
+    }
+
+    template <int VECTORS, bool HALF>
+    [[gnu::always_inline]] void add_block(const Kv *const *values, int64_t head, int64_t column, int from,
+                                          Ahead &ahead) {
+        constexpr int kWordsPerAsk = (HALF ? 2 : 1) * (VECTORS < kValueVectors<Stored> ? 2 : 1);
         const int64_t offset = head * shape_.v_dim + column;
-        float *accumulated = accumulator(head) + column;
+        float *accumulated = accumulator(head) + column + from * W;
         const Word *pairs = probabilities(head);
         asm("" : "+r"(pairs)); // otherwise GCC keeps them in registers across blocks, and sums in memory
         F sums[QUERIES][VECTORS];
         for (int q = 0; q < QUERIES; ++q)
             for (int n = 0; n < VECTORS; ++n)
-                sums[q][n] = load<F>(accumulated + q * stride + n * W);
+                sums[q][n] = load<F>(accumulated + q * stride_ + n * W);
 #pragma GCC unroll 8
         for (int w = 0; w < kDecodeTokens / 2; ++w) {
             F words[VECTORS];
-            for (int n = 0; n < VECTORS; n += 2) {
-                const auto even =
-                               reinterpret_cast<Halves>(load_pairs<Stored>(values[2 * w] + offset + n * W)),
-                           odd = reinterpret_cast<Halves>(
-                               load_pairs<Stored>(values[2 * w + 1] + offset + n * W));
-                if (kRowsPerStep == 2 || w % 2)
+            const Kv *even = values[2 * w] + offset, *odd = values[2 * w + 1] + offset;
+            interleave_values<Stored>(even, odd, from, HALF, words, 0);
+            if (w % kWordsPerAsk == 0)
+                ahead.ask_for_two();
+            if constexpr (VECTORS == 4) {
+                interleave_values<Stored>(even, odd, from + 2, HALF, words, 2);
+                if (!kScaled)
                     ahead.ask_for_two();
-                words[n] = reinterpret_cast<F>(in_quarters<Halves, 0, 8, 1, 9, 2, 10, 3, 11>(even, odd));
-                words[n + 1] =
-                    reinterpret_cast<F>(in_quarters<Halves, 4, 12, 5, 13, 6, 14, 7, 15>(even, odd));
             }
             for (int q = 0; q < QUERIES; ++q) {
                 const F p =
@@ -369,7 +394,7 @@ private:
         }
         for (int q = 0; q < QUERIES; ++q)
             for (int n = 0; n < VECTORS; ++n)
-                store(accumulated + q * stride + n * W, sums[q][n]);
+                store(accumulated + q * stride_ + n * W, sums[q][n]);
     }
 
     void finish() {
@@ -377,13 +402,12 @@ private:
             for (int q = 0; q < QUERIES; ++q) {
                 const float sum = horizontal_sum<W>(load<F>(sums(head) + q * W));
                 const float share = sum == 0 ? 0.0f : 1 / sum;
-                const float *accumulated = accumulator(head) + q * work_.v_padded;
                 float *out = task_.out + query_head(head, q) * shape_.v_dim;
-                for (int64_t d = 0; d < shape_.v_dim; d += kDecodeColumns) {
-                    const auto low = load<F>(accumulated + d) * share,
-                               high = load<F>(accumulated + d + W) * share;
-                    store(out + d, of_quarters<0, 4, 1, 5>(low, high));
-                    store(out + d + W, of_quarters<2, 6, 3, 7>(low, high));
+                for (int64_t d = 0; d < shape_.v_dim; d += kElements) {
+                    F columns[kElements / W];
+                    restore_columns<Stored>(accumulator(head) + q * stride_ + d, columns);
+                    for (int64_t n = 0; n < kElements / W && d + n * W < shape_.v_dim; ++n)
+                        store(out + d + n * W, columns[n] * share);
                 }
                 task_.lse[query_head(head, q)] = (references(head)[q] + __builtin_log2f(sum)) / kLog2E;
             }
@@ -393,10 +417,12 @@ private:
     const Shape &shape_;
     const Task &task_;
     const Workspace &work_;
-    const int64_t heads_; // KV heads
-    const bool special_;  // scores are more than scaled products
-    __mmask16 present_;   // the tokens of a tile
-    __m512i places_;      // of their scales
+    const int64_t heads_;        // KV heads
+    const int64_t query_stride_; // floats of a head's queries
+    const int64_t stride_;       // floats of a query's sums
+    const bool special_;         // scores are more than scaled products
+    __mmask16 present_;          // the tokens of a tile
+    __m512i places_;             // of their scales
 };
 
 } // namespace

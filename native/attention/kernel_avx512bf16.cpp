@@ -25,8 +25,9 @@ template <class Stored> void attend_pairs(const Problem &problem, const Task &ta
         return;
     }
     const int64_t group = problem.shape.query_heads / problem.shape.kv_heads;
-    const bool one_row = task.row_end - task.row_begin == 1;
-    if (!one_row || !decodable(problem.shape) ||
+    const bool decodes = task.row_end - task.row_begin == 1 && decodable(problem.shape) &&
+                         (!Stored::kScaled || has_code_words());
+    if (!decodes ||
         !decode_any<Stored>(group, problem, task, work, std::make_integer_sequence<int, kDecodeQueries>{}))
         ChunkTask<Stored>(problem, task, work).run();
 }

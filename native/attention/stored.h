@@ -70,7 +70,7 @@ struct Int8 {
     using Kv = int8_t;
     static constexpr bool kScaled = true;
     static constexpr float kUnit = 1;
-    static float widen(Kv code) { return code; }
+    static constexpr float widen(Kv code) { return code; }
     template <int W> static Floats<W> load_wide(const Kv *source) {
         return __builtin_convertvector(load_bytes<W>(source), Floats<W>);
     }
@@ -82,7 +82,7 @@ struct Fp8 {
     using Kv = int8_t;
     static constexpr bool kScaled = true;
     static constexpr float kUnit = 256;
-    static float widen(Kv code) {
+    static constexpr float widen(Kv code) {
         const auto bits = static_cast<uint32_t>(int32_t{code}) << 20 & 0x87f00000;
         return __builtin_bit_cast(float, bits) * 0x1p112f;
     }

@@ -14,6 +14,7 @@ constexpr int64_t kTileTokens = 64;     // tokens whose scores are held at once,
 constexpr int64_t kMaxQueries = 256;    // query rows times query heads that share one KV head, in a task
 constexpr int64_t kCacheLine = 64;      // bytes
 constexpr int64_t kVectorElements = 16; // floats of the widest vector; packed rows are padded to it
+constexpr int64_t kDecodePadding = 64;  // elements that a decode step pads rows to, at most
 
 constexpr int64_t round_up(int64_t n, int64_t multiple) {
     return (n + multiple - 1) / multiple * multiple;
@@ -86,13 +87,14 @@ struct Workspace {
             array = reinterpret_cast<float *>(base + used);
             used += round_up(elements * int64_t{sizeof(float)}, 64);
         };
-        take(workspace.query, heads * queries * qk * 2); // a decode step's are spread
+        take(workspace.query,
+             heads * queries * round_up(qk, kDecodePadding) * 2); // a decode step's are spread
         take(workspace.keys, qk * kTileTokens);
         take(workspace.values, kTileTokens * v);
         take(workspace.scores, queries * kTileTokens);
         take(workspace.probabilities, queries * std::max(kTileTokens, 8 * heads));
         take(workspace.rescale, queries);
-        take(workspace.accumulator, heads * queries * v);
+        take(workspace.accumulator, heads * queries * round_up(v, kDecodePadding));
         take(workspace.reference, heads * queries);
         take(workspace.limit, heads * queries);
         take(workspace.sum, heads * queries * kVectorElements);
