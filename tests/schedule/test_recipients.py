@@ -141,7 +141,8 @@ class Told(Driver):
         self.replicas = {name: Replica() for name in self.computes}
         self.all_knowing = Replica()
         self.told = Counter[str]()
-        self.late: dict[int, float] = {}  # released sequences that some memory worker still holds
+        self.released = set[int]()
+        self.late: dict[tuple[str, int], float] = {}  # since when a worker has held a sequence that is released
 
     def come(self, name: str) -> None:
         """Mostly with one completion, so that it may move; some with histories."""
@@ -185,15 +186,16 @@ class Told(Driver):
                         assert knows[sequence] == known[sequence]
                 for worker in self.theirs:  # both ends derive the same message
                     assert message_rows(part, knows, worker, self.shards).kept == tables[worker].rows.kept
-        self.late |= dict.fromkeys(plan.released, self.now)
+        self.released.update(plan.released)
 
     def tell_overdue(self, now: float) -> None:
         for name, sequences in self.recipients.overdue(now):
             for worker in [roles[name] for roles in (self.theirs, self.replicas) if name in roles]:
                 worker.release(sequences)
-        held = {sequence for store in self.theirs.values() for sequence in store.held.segments}
-        held |= {sequence for replica in self.replicas.values() for sequence in replica.segments}
-        self.late = {sequence: since for sequence, since in self.late.items() if sequence in held}
+        held = {(name, one) for name, store in self.theirs.items() for one in store.held.segments}
+        held |= {(name, one) for name, replica in self.replicas.items() for one in replica.segments}
+        # The admission of a request tells a replica of all its completions, of which some may have been released.
+        self.late = {place: self.late.get(place, now) for place in held if place[1] in self.released}
         assert all(now - since < RELEASE_S for since in self.late.values())
 
     def plan(self) -> None:
@@ -213,6 +215,7 @@ class Told(Driver):
 
 
 @example(FIXED, 1, 13, 0.1, 6, "striped", 198851571, 1, SHARE)  # a chunk before the first segment of a worker
+@example(REPLICAS, 1, 25, 0.0, None, "apart", 2563118332, 1, SHARE)  # a replica gets to know a released completion
 @given(
     pipeline=st.sampled_from([FIXED, CHOICES, REPLICAS, INSTANCES]),
     depth=st.integers(1, DEPTH),
