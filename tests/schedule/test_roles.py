@@ -1,5 +1,7 @@
 """Which replicas change their role: both targets are met if any division meets them, and then nothing changes."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,6 +47,13 @@ def test_a_target_missed_for_a_moment_changes_nothing(first: float, between: flo
     decided.append(balance.decide(Times(0.0, 0.0), 2, 2, looks * LOOK_S))
     decided += [balance.decide(Times(first, between), 2, 2, (looks + 1 + look) * LOOK_S) for look in range(looks)]
     assert not any(decided)
+
+
+def test_another_replica_changes_its_role_only_once_the_target_was_missed_as_long_again() -> None:
+    seen = run(RoleBalance(1, 7), (6.0, 0.1), 1, 8, 8 * HOLD_S)
+    changes = [look for look, (before, after) in enumerate(itertools.pairwise(seen)) if before != after]
+    assert seen[-1] == 6
+    assert all(later - earlier >= HOLD_S / LOOK_S for earlier, later in itertools.pairwise([0, *changes]))
 
 
 def test_no_replica_changes_its_role_if_both_targets_are_missed() -> None:
