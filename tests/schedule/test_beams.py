@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from lamina.core.requests import Completion, Group
 from lamina.core.steps import StepPlan
-from lamina.core.types import Request
+from lamina.core.types import Request, Segment
 from tests.support.clusters import Course
 from tests.support.lossy_clusters import LOSSES, Caching
 from tests.support.lossy_clusters import shared_prefix_requests as mixed
+from tests.support.schedules import request, scheduler
 from tests.support.sweep import MANY_EXAMPLES
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
@@ -105,3 +106,24 @@ def test_beams_attend_to_their_own_tokens_and_every_slot_comes_back(
             most = cluster.groups[index].max_tokens
             expected = [stops[0] or most] * n if n > 1 else [stops[0] or most]
             assert cluster.lengths[str(index)] == [min(stop, most) for stop in expected]
+
+
+def test_cached_tokens_give_way_where_a_beam_needs_one_more_slot() -> None:
+    """The beam's next tokens, for which every step makes room, are stored elsewhere."""
+    cluster, asked = scheduler({"memory0": 10, "memory1": 10}), request("0", 2, n=2, max_tokens=8, use_beam_search=True)
+    beams = [Completion(10 + place, place, [5, 6], cached=2, goal=2, own=2, answered=True) for place in (0, 1)]
+    group = Group(asked, 8, beams, lane=0, heads=(0, 2), forked=True)
+    spans: list[list[tuple[str, int, int | None]]] = [
+        [("memory1", 0, 2), ("memory0", 2, 3), ("memory1", 3, None)],
+        [("memory1", 0, None)],
+    ]
+    for one, parts in zip(beams, spans, strict=True):
+        one.segments = [Segment(one.sequence, worker, (0, 2), (first, stop)) for worker, first, stop in parts]
+    for worker, tokens in (("memory0", 1), ("memory1", 5)):
+        cluster.placement.reserve_on(worker, tokens)
+    cluster.placement.add_idle("memory0", 9)
+    cluster.beams.choose(group, [(0, 8), (0, 9)])
+    changes = cluster.beams.join_step(cluster._lanes[0])
+    assert len(changes.forks) == 1 and not changes.preempted
+    assert cluster.placement.reserved == {"memory0": 2, "memory1": 4}
+    assert cluster.placement.crowded == {"memory0"}, "one of its 9 cached tokens must be evicted"
