@@ -7,13 +7,16 @@ case finds its fault (``tests.simulation.bugs``).
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 from typing_extensions import override
 
 from lamina.config.engine_config import EngineConfig
 from lamina.core.sampling import SamplingParams
+from tests.simulation.layouts import LONGEST, Layout, Pace
 from tests.simulation.model import expected
-from tests.simulation.scenario import LONGEST, Asked, Asking, Fault, Layout, Pace, Scene
+from tests.simulation.scenario import Asked, Asking, Fault, Scene
 
 ONE, LAST = 0.0, 0.999  # choices of a fault: the first worker that joins or leaves, the last one of all
 
@@ -51,23 +54,41 @@ class Case:
         return Scene(self.layout, Script(self.requests), self.chances)
 
 
-def _layout(computes: int, memories: int, prefill: int = 0, jitter: float = 1.0, **settings: object) -> Layout:
+USUAL = Pace()
+MOVING = {
+    ("lamina.schedule.moves", "TOKENS_PER_STEP"): 256,
+    ("lamina.schedule.balancing", "LOOK_STEPS"): 2,
+    ("lamina.schedule.balancing", "BACK_STEPS"): 4,
+    ("lamina.kv.balancing", "LEAST"): 4,
+    ("lamina.kv.prefix_tree", "GRAIN"): 8,
+}
+"""Constants with which KV moves often."""
+
+
+def _layout(
+    computes: int,
+    memories: int,
+    prefill: int = 0,
+    jitter: float = 1.0,
+    pace: Pace = USUAL,
+    knobs: Mapping[tuple[str, str], object] = MappingProxyType({}),
+    **settings: Any,
+) -> Layout:
+    chosen: dict[str, Any] = {"kv_cache_memory_bytes": 250_000, "max_num_batched_tokens": 16} | settings
     config = EngineConfig(
         compute=f"cpu:{computes}",
         prefill=f"cpu:{prefill}" if prefill else None,
         memory=f"cpu:{memories}",
         transport="tcp",
         threads=1,
-        kv_cache_memory_bytes=250_000,
         max_model_len=LONGEST,
         generation_config="none",
         max_restarts=1000,
         max_num_seqs=8,
-        max_num_batched_tokens=16,
         pipelining="fixed",
-        **settings,  # type: ignore[arg-type]
+        **chosen,
     )
-    return Layout(computes + prefill, memories, False, config, {"control": jitter}, Pace(), {})
+    return Layout(computes + prefill, memories, False, config, {"control": jitter}, pace, knobs)
 
 
 def _asked(prompt: Sequence[int], tokens: int, n: int = 1, stops: bool = False, abort_at: float | None = None) -> Asked:
@@ -123,6 +144,26 @@ CASES = [
         [_asked(range(20), 20, n=2), _asked(range(40, 60), 40)],
         [],
         chances={"spread": 0.9, "preempt": 0.5},
+    ),
+    Case(
+        # Prompts of several completions share a prefix with decoding requests, by which it moves meanwhile.
+        "forgotten_unforked",
+        _layout(
+            1,
+            3,
+            pace=Pace(0.02, 5e-3),
+            knobs=MOVING,
+            balance="bandwidth",
+            kv_cache_memory_bytes=500_000,
+            max_num_batched_tokens=8,
+        ),
+        [
+            _asked([*range(40), 100 + number], 40) if alone else _asked([*range(40), 150 + number, *range(60)], 10, n=2)
+            for number in range(30)
+            for alone in (True, False)
+        ],
+        _faults((0.1, "kill", 0.0, ONE, {}, ["moved"])),
+        chances={"look": 0.9, "move": 0.9},
     ),
     Case("aborted_twice", _layout(1, 1), [_asked(range(20), 20, abort_at=0.1)], []),
 ]

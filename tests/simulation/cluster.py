@@ -41,9 +41,10 @@ from tests.simulation.control import ENGINE, Processes, SimulatedServer
 from tests.simulation.disk import Disks
 from tests.simulation.faults import Faults
 from tests.simulation.frontends import Frontends
+from tests.simulation.layouts import LONGEST, layout
 from tests.simulation.network import Network
 from tests.simulation.points import Points, chances
-from tests.simulation.scenario import LONGEST, Fault, Load, Scene, layout
+from tests.simulation.scenario import Fault, Load, Scene
 from tests.simulation.world import Broken, Task, World
 
 MODEL = directory.find(None)
@@ -78,7 +79,7 @@ class Report:
 
 
 @contextlib.contextmanager
-def turned(knobs: Mapping[tuple[str, str], float]) -> Iterator[None]:
+def turned(knobs: Mapping[tuple[str, str], object]) -> Iterator[None]:
     """Give constants of the product other values meanwhile."""
     with contextlib.ExitStack() as patches:
         for (module, name), value in knobs.items():

@@ -22,9 +22,9 @@ from lamina.memory import worker as memory
 from lamina.worker.links import Member
 from lamina.worker.loop import Fence, WorkerLoop
 from lamina.worker.process import serve
+from tests.simulation.layouts import Pace
 from tests.simulation.model import POISON, load
 from tests.simulation.network import Network, SimulatedEndpoint
-from tests.simulation.scenario import Pace
 from tests.simulation.world import Task
 
 ENGINE = "engine"

@@ -1,10 +1,9 @@
-"""What a seed chooses: the cluster of a run, what clients ask for, and what goes wrong when.
+"""What a seed chooses besides the cluster (``layouts``): what clients ask for, and what goes wrong when.
 
 Each seed leaves out some kinds of faults and prefers some sizes of requests ("swarm testing", Groce et al. 2012): what
 needs many faults of one kind in a row, or none of another, does not come up where all are always mixed.
 """
 
-import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,184 +11,16 @@ from typing import Protocol, TypeVar
 
 from typing_extensions import override
 
-from lamina.cluster.pool import CPU, LOCAL
-from lamina.cluster.refusals import refusals
-from lamina.config.engine_config import EngineConfig
-from lamina.core.errors import ConfigError
 from lamina.core.sampling import SamplingParams
 from lamina.core.topology import Pool
-from lamina.core.types import Partition
-from tests.simulation.model import LAYERS, POISON
+from tests.simulation.layouts import Layout
+from tests.simulation.model import POISON
 from tests.simulation.moments import MOMENTS
-from tests.simulation.themes import Theme, theme
+from tests.simulation.themes import theme
 
-LONGEST = 160  # tokens of a request
 MOST_SEARCHED = 24  # tokens of the answers of a beam search, each of which takes as many runs of the plain function
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How long processes take, in seconds of simulated time.
-
-    Attributes:
-        start_s: For a process to start.
-        slice_s: For a slice, and for each of its rows a hundredth of that.
-    """
-
-    start_s: float = 0.5
-    slice_s: float = 2e-3
-
-
-KNOBS: Mapping[tuple[str, str], Sequence[float]] = {
-    ("lamina.memory.device.windows", "FEWEST"): [1, 1, 48, 1024],
-    ("lamina.schedule.moves", "TOKENS_PER_STEP"): [1, 16, 256],
-    ("lamina.schedule.balancing", "LOOK_STEPS"): [2, 32],
-    ("lamina.schedule.balancing", "BACK_STEPS"): [4, 256],
-    ("lamina.kv.balancing", "LEAST"): [4, 64],
-    ("lamina.kv.prefix_tree", "GRAIN"): [1, 8, 64],
-    ("lamina.schedule.growth", "CHEAP"): [0, 0, 32],
-    ("lamina.schedule.recipients", "RELEASE_S"): [0.05, 1.0],
-    ("lamina.schedule.batches", "SMALLEST"): [4, 64],
-    ("lamina.memory.device.windows", "SPARE"): [8, 8, 1_000_000],
-    ("lamina.schedule.moves", "MOST_TOKENS"): [8, 256],
-    ("lamina.schedule.admission", "PAUSE"): [2, 32],
-    ("lamina.schedule.admission", "PATIENCE"): [4, 256],
-    ("lamina.schedule.admission", "MOST_SKIPPED"): [1, 32],
-    ("lamina.kv.prefix_cache", "SHORTEST"): [2, 16],
-    ("lamina.cluster.slabs", "LEAST_GAIN"): [0.0, 1.2],  # else no layer drops tokens if prefixes are cached
-}
-"""Constants of the product that make a branch rare with small clusters and short requests, and values to choose from
-instead. None of them may change a token."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The cluster of a run.
-
-    Attributes:
-        computes: Number of compute workers, those for prompts alone included.
-        memories: Number of memory workers.
-        local: Whether compute workers hold KV.
-        config: Settings of the engine.
-        jitter: How much longer messages take than on a quiet network, by plane, as ``Network.jitter``.
-        pace: How long processes take, as ``Pace``.
-        knobs: Values of constants of the product, by module and name.
-        frontends: Number of processes through which clients send requests; 0: they are in the engine's process.
-        one_way: Whether replicas attend for each other as those of several GPUs do (``Pipeline.one_way``).
-    """
-
-    computes: int
-    memories: int
-    local: bool
-    config: EngineConfig
-    jitter: Mapping[str, float]
-    pace: Pace
-    knobs: Mapping[tuple[str, str], float]
-    frontends: int = 0
-    one_way: bool = False
-
-
-LOONGSERVE = 0.15  # share of seeds with this policy, which moves requests between lanes
-ONE_WAY = 0.05  # share of seeds with replicas that attend for each other one way, which few other choices bring about
-
-
-def layout(seed: int) -> Layout:
-    """Return the cluster that a seed has."""
-    chance, themed = random.Random(f"layout {seed}"), theme(seed)
-    while True:
-        try:
-            made = _themed(_layout(chance), themed)
-            if made.memories < themed.memories:
-                continue
-        except ConfigError:
-            continue
-        pools = [CPU] * made.computes, [LOCAL] * made.local + [CPU] * made.memories
-        if next(refusals(made.config, *pools), None) is None:
-            frontends, kept = random.Random(f"frontends {seed}").choice([0, 1, 2]), random.Random(f"one way {seed}")
-            made = dataclasses.replace(made, frontends=frontends)
-            if random.Random(f"policy {seed}").random() < LOONGSERVE:
-                made = dataclasses.replace(made, config=dataclasses.replace(made.config, policy="loongserve"))
-            return _one_way(made, kept) if kept.random() < ONE_WAY else made
-
-
-def _one_way(made: Layout, chance: random.Random) -> Layout:
-    """Return a cluster of replicas of two ranks: some only run prompts, and the others hold all KV."""
-    prefill, decode = chance.choice([1, 1, 2]), chance.choice([1, 2, 2])
-    config = dataclasses.replace(
-        made.config,
-        compute=f"{CPU}:{2 * decode}",
-        prefill=f"{CPU}:{2 * prefill}",
-        tensor_parallel=2,
-        pipeline_parallel=1,
-        memory=LOCAL,
-        kv_tokens_per_worker=None,
-        kv_overcommit=1.0,
-        kv_spill_dir=None,
-        partition="auto",
-        balance="auto",
-        lanes=(prefill + decode) * chance.choice([1, 1, 2]),
-    )
-    return dataclasses.replace(
-        made, computes=2 * (prefill + decode), memories=0, local=True, config=config, one_way=True
-    )
-
-
-def _themed(made: Layout, themed: Theme) -> Layout:
-    """Return a cluster with what its theme has."""
-    settings = dict(themed.settings)
-    if "max_num_batched_tokens" in settings:
-        settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], made.config.max_num_seqs)
-    config = dataclasses.replace(made.config, **settings)
-    return dataclasses.replace(made, config=config, knobs={**made.knobs, **themed.knobs})
-
-
-def _layout(chance: random.Random) -> Layout:
-    """Return a cluster, which the runtime may refuse."""
-    ranks, stages = chance.choice([1, 1, 1, 1, 1, 2]), chance.choice([1, 1, 1, 1, 1, 2, LAYERS])
-    replicas, prefill = chance.choice([1, 1, 2, 3]), chance.choice([0, 0, 0, 1])
-    memories, local = chance.choice([1, 2, 2, 3, 3]), chance.random() < 0.3
-    if local:
-        memories -= 1
-    computes, units = (replicas + prefill) * ranks * stages, (replicas + prefill) * stages
-    partition: Partition = chance.choice(["auto", "auto", "token", "request", "head", "head"])
-    longest = None if partition == "request" else chance.choice([None, None, 40])
-    sequences = chance.choice([2, 4, 4, 8])
-    spills = chance.random() < 0.3
-    pools = [LOCAL] * local + [f"{CPU}:{memories}"] * (memories > 0)
-    config = EngineConfig(
-        compute=f"{CPU}:{replicas * ranks * stages}",
-        prefill=f"{CPU}:{prefill * ranks * stages}" if prefill else None,
-        tensor_parallel=ranks,
-        pipeline_parallel=stages,
-        memory=",".join(pools),
-        transport="tcp",
-        threads=1,
-        kv_cache_memory_bytes=chance.choice([70_000, 150_000, 250_000, 500_000]),
-        kv_tokens_per_worker=longest,
-        kv_overcommit=3.0 if spills else 1.0,
-        kv_spill_dir="disk" if spills else None,
-        max_num_seqs=sequences,
-        max_num_batched_tokens=chance.choice([sequences, 16, 32, 64]),
-        max_model_len=LONGEST,
-        partition=partition,
-        lanes=units * chance.choice([1, 1, 2]) + chance.choice([0, 0, 1]),
-        pipelining=chance.choice(["fixed", "auto"]),
-        policy=chance.choice(["fifo", "fifo", "shortest", "priority", "slo"]),
-        slo_ttft_ms=chance.choice([200, 2000]),
-        slo_tbt_ms=chance.choice([None, None, 30]),
-        prefix_cache=chance.choice([True, True, False]),
-        plan_ahead=chance.choice([True, True, False]),
-        balance=chance.choice(["auto", "auto", "bandwidth", "throughput", "ledger"]),
-        max_restarts=1000,
-        generation_config="none",
-    )
-    jitter = {plane: chance.choice([1.0, 1.0, 20.0, 400.0]) for plane in ("control", "data", "fetch")}
-    pace = Pace(chance.choice([0.02, 0.5]), chance.choice([5e-4, 2e-3, 2e-3, 1e-2]))
-    knobs = {place: chance.choice(values) for place, values in KNOBS.items()}
-    config = dataclasses.replace(config, prompt_attention=chance.choice(["memory", "auto", "compute", "compute"]))
-    return Layout(computes, memories, local, config, jitter, pace, knobs)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ class Theme:
     Attributes:
         settings: Of the engine.
         memories: Fewest memory workers.
-        knobs: Values of constants of the product, as ``scenario.KNOBS``.
+        knobs: Values of constants of the product, as ``layouts.KNOBS``.
         chances: Of rare branches, by point.
         load: Attributes of ``scenario.Load``.
         kinds: Weights of kinds of faults.
