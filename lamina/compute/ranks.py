@@ -47,8 +47,8 @@ class Meanwhile(Protocol):
     def serve_meanwhile(self) -> bool:
         """Serve some of what other replicas have requested; return whether there may be more. Raises PeerLostError."""
 
-    def apply_meanwhile(self, step: Step) -> None:
-        """Apply a plan, which may be about a request."""
+    def apply_meanwhile(self, step: Step) -> bool:
+        """Apply a plan, which may be about a request. Returns False if it must wait until this rank waits no more."""
 
 
 class RankWait:
@@ -81,8 +81,8 @@ class RankWait:
 
     def _read_control(self) -> None:
         while (message := self._control.poll()) is not None:
-            if self._meanwhile is not None and isinstance(message, Step) and not self.unread:
-                self._meanwhile.apply_meanwhile(message)
+            meanwhile = None if self.unread else self._meanwhile
+            if meanwhile is not None and isinstance(message, Step) and meanwhile.apply_meanwhile(message):
                 continue
             self.unread.append(message)
             if isinstance(message, EndEpoch | Recall | Stop):

@@ -38,7 +38,7 @@ from lamina.control.messages import (
 from lamina.control.sockets import Bootstrap, ControlClient, expect
 from lamina.core.errors import DeadlineError
 from lamina.core.heads import HeadShards
-from lamina.core.steps import StepPlan
+from lamina.core.steps import SequenceStep, StepPlan
 from lamina.core.topology import Topology
 from lamina.dataplane.channel import first_use
 from lamina.dataplane.fetching import Fetcher
@@ -119,6 +119,7 @@ class ComputeWorker(WorkerLoop):
         self._rank = sums.rank
         self._shards = shards
         self._done: list[StepDone] = []  # reports that have not been sent
+        self._computing: Sequence[SequenceStep] = ()  # sequences of the step whose slice runs, or ran last
         self._recalled = False  # an engine has ended, and the next one waits for a report
 
     def _serve_once(self) -> None:
@@ -169,9 +170,20 @@ class ComputeWorker(WorkerLoop):
         self._mail.flush()
         return served
 
-    def apply_meanwhile(self, step: Step) -> None:
-        """Apply a plan during a slice."""
+    def apply_meanwhile(self, step: Step) -> bool:
+        """Apply a plan during a slice, unless it must wait for the slice's end. Returns whether it was applied."""
+        if self._must_wait(step.plan):
+            return False
         self._handle(step)
+        return True
+
+    def _must_wait(self, plan: StepPlan) -> bool:
+        """Return True if a plan releases sequences of the step that runs here, or tells their tokens.
+
+        The engine has completed that step by rank 0's answer, and this rank has yet to draw.
+        """
+        told = {*plan.released, *plan.histories}
+        return any(not told.isdisjoint((one.sequence, *one.draws)) for one in self._computing)
 
     def _recall(self) -> None:
         self._recalled = True
@@ -231,6 +243,7 @@ class ComputeWorker(WorkerLoop):
 
     def _run_slice(self, lane: Lane) -> None:
         step = lane.steps[0]
+        self._computing = step.plan.sequences
         begun = time.monotonic()
         if self._order is not None:
             self._order.on_slice(lane.number)
@@ -267,11 +280,11 @@ class ComputeWorker(WorkerLoop):
         """Prepare the next step, if its plan arrives, while the device runs all slices of this one."""
         while self._whole is not None and not self._unread and self._lanes.lacks_steps:
             message = self._control.poll()
-            if isinstance(message, Step):
+            if isinstance(message, Step) and not self._must_wait(message.plan):
                 self._handle(message)
                 return
             if message is not None:
-                self._unread.append(message)  # what ends an epoch has to wait until this step has ended
+                self._unread.append(message)  # what ends an epoch or sequences waits until this step has ended
             elif self._whole.has_ended():
                 return
             else:

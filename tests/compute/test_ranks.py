@@ -6,11 +6,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 
-from lamina.compute.ranks import ANNOUNCED, Ranks, SliceOrder
+from lamina.compute.ranks import ANNOUNCED, Ranks, RankWait, SliceOrder
+from lamina.control.messages import Step
+from lamina.core.errors import DeadlineError
 from lamina.dataplane.leases import ArenaPlan, Lease, lease_nbytes
 from lamina.dataplane.slot import Outbox, Slot
 from lamina.splitter.parts import Rank
@@ -64,6 +67,17 @@ def connected(count: int) -> Iterator[list[Ranks]]:
         for each, one in zip(ends, ranks, strict=True):
             one.connect(each, each.station.endpoint.wait, names)  # type: ignore[arg-type]
         yield ranks
+
+
+def test_a_plan_that_must_wait_for_the_end_of_a_sum_delays_later_ones() -> None:
+    plans = [Mock(spec=Step) for _ in range(3)]
+    control, meanwhile = Mock(poll=Mock(side_effect=[*plans, None])), Mock()
+    meanwhile.targets_meanwhile.return_value = []
+    meanwhile.apply_meanwhile.side_effect = lambda plan: plan is plans[0]
+    waiting = RankWait(Mock(side_effect=[DeadlineError("nothing rings"), 0]), control, meanwhile)
+    assert waiting([(0, 1)], TIMEOUT_S) == 0
+    assert meanwhile.apply_meanwhile.mock_calls == [call(plans[0]), call(plans[1])]
+    assert list(waiting.unread) == plans[1:]
 
 
 def test_ranks_go_on_once_all_have_come() -> None:

@@ -250,6 +250,18 @@ FOUND = [
             self.segments[segment.sequence] = grown(self.segments[segment.sequence], segment)
 """,
     ),
+    Bug(
+        "draws_released",
+        "A rank that waits for its last sum of a step forgets sequences for which it has yet to draw.",
+        "this one",
+        "lamina/compute/worker.py",
+        """\
+        return any(not told.isdisjoint((one.sequence, *one.draws)) for one in self._computing)
+""",
+        """\
+        return False
+""",
+    ),
 ]
 """Faults that the simulation has found (``tests.simulation.cases`` brings some of them about)."""
 

@@ -93,6 +93,13 @@ def test_cases_that_have_brought_faults_about_pass() -> None:
     ]
 
 
+def test_a_rank_draws_before_it_forgets_a_sequence_that_rank_0_has_drawn_for() -> None:
+    """Sums are slower than the engine, which releases the sequence in the next plan."""
+    failed = "--seed", 620010, "--steps", 150, "--faults", "", "--no-shrink"
+    simulate(*failed)
+    assert "KeyError" in simulate(*failed, "--bug", "draws_released", status=1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_case_finds_its_fault(case: Case) -> None:
