@@ -227,6 +227,18 @@ class StepExchange:
                 _merge_rows(out, lse, self._scratch_rows, *map(self._carrier.borrowed, before))
         return out, lse
 
+    def must_wait(self, index: int) -> bool:
+        """Return whether ``attend_here`` must wait for earlier chunks of other lanes."""
+        return self._share is not None and bool(self._share.missing(index))
+
+    def keep_here(self, index: int, output: SliceOutput) -> None:
+        """Append k and v to this worker's own memory before ``attend_here``. What that waits for is fetched first."""
+        if self._share is not None:
+            _, k, v = (each[: self._total] for each in self._carrier.lent(output))
+            self._share.keep(index, k, v)
+            for earlier in self._share.missing(index):
+                self._mail.fetch_first(earlier.door, earlier.turn + index)
+
     def attend_here(self, index: int, output: SliceOutput) -> bool:
         """Append k and v to this worker's own memory, and attend to it; ``gather`` merges the result.
 

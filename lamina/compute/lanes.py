@@ -85,10 +85,12 @@ class Lanes:
         return any(len(lane.steps) < 2 for lane in self._all)
 
     def can_run(self, lane: Lane) -> bool:
-        """Return whether all messages for a lane's next slice have arrived, and rank 0 has announced the slice."""
-        if self._mail.missing[lane.number]:
-            return False
-        return self._order is None or self._order.may_run(lane.number)
+        """Return whether all messages for a lane's next slice have arrived, and ``may_run`` is true."""
+        return not self._mail.missing[lane.number] and self.may_run(lane.number)
+
+    def may_run(self, lane: int) -> bool:
+        """Return whether rank 0 has announced a lane's next slice, and the lane's step is not parked."""
+        return not self._all[lane].steps[0].is_parked and (self._order is None or self._order.may_run(lane))
 
     def first_ready(self, active: Sequence[Lane]) -> Lane | None:
         """Return the first of these lanes whose next slice can run."""
@@ -123,8 +125,8 @@ class Lanes:
         received = self._mail.receive(self._wait, peers, timeout_s, besides)
         lanes = [self._all[number] for number in dict.fromkeys(received)]
         for lane in lanes:
-            if lane.steps and not self._mail.missing[lane.number]:
-                self._note_wait(lane)
+            if lane.steps and not self._mail.missing[lane.number] and not lane.steps[0].is_pending:
+                self.note_wait(lane)
         return lanes[-1] if lanes else None
 
     def _receive_arrived(self, lanes: Sequence[Lane]) -> None:
@@ -137,8 +139,8 @@ class Lanes:
             if self._mail.missing[lane.number]:
                 lane.watched = self._slices
 
-    def _note_wait(self, lane: Lane) -> None:
-        """Measure how long a lane's slice waited for its last message, unless another slice ran meanwhile."""
+    def note_wait(self, lane: Lane) -> None:
+        """Measure how long a lane's slice has waited, unless another slice ran meanwhile."""
         if lane.watched == self._slices and not lane.steps[0].moved_here:
             lane.waited_s += time.monotonic() - lane.since
             lane.waits += 1

@@ -5,8 +5,6 @@ It serves requests of other replicas, and moves segments from and to other worke
 A compute worker serves such requests between two slices, and in every wait: for replies to its own requests, and for
 other ranks of its replica. It reads plans there too, and a request waits for nothing else. So replicas that attend for
 each other never wait for each other in a circle.
-
-No request is parked (``lamina.memory.watermarks``), since all chunks of a prompt run in one lane with local memory.
 """
 
 import contextlib
@@ -147,6 +145,7 @@ class Lender:
         """
         self._waiting += self._mail.requests
         self._mail.requests.clear()
+        self._serving.unpark()  # this worker's own steps may have stored chunks
         for lane in self._serving.lanes:
             if lane.reply is not None:
                 self._serving.answer(lane)

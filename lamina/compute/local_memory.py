@@ -31,6 +31,7 @@ from lamina.dataplane.wire import SCRATCH
 from lamina.memory.device.base import Array, New, Table
 from lamina.memory.slab_setup import UsageReports, make_store
 from lamina.memory.store import KvStore, StepTables
+from lamina.memory.watermarks import Storing
 from lamina.splitter.parts import ONLY, Rank
 
 Partial = tuple[Array, Array]  # (out [R, Hq, Dv], lse [R, Hq]), float32
@@ -95,6 +96,7 @@ class LocalShare:
         rows, shards = tables.rows, store.shards.range_of_rank(rank.number, rank.count)
         self.worker, self.queries = store.worker, rows.queries
         self._store, self._tables, self._partials, self._spent = store, tables, partials, spent
+        self._kept = -1  # the layer whose k and v ``keep`` has stored last
         self._count = count = len(shards)
         total, sent = count * tables.plan.row_count, store.device.sent
         self._new: Index | None = None
@@ -126,11 +128,29 @@ class LocalShare:
             return None
         return tables.tables[0][0].table
 
+    def missing(self, layer: int) -> list[Storing]:
+        """Return the earlier chunks in other lanes for whose K and V ``attend`` must wait; empty once it may begin."""
+        return self._tables.order.missing(layer)
+
+    def keep(self, layer: int, k: Array, v: Array) -> None:
+        """Store k [T, Hkv, D] and v [T, Hkv, Dv] of the step's tokens before ``attend``, which stores what is left."""
+        if self._new is None:
+            self._keep(layer, *(_sharded(each, self._count) for each in (k, v)) if self._count > 1 else (k, v))
+
+    def _keep(self, layer: int, k: Array, v: Array) -> None:
+        if self._kept == layer:
+            return
+        if len(self._slots):
+            self._store.device.keep(layer, k[self._stored], v[self._stored], self._slots)
+        self._store.watermarks.on_stored(self._tables.order, layer)
+        self._kept = layer
+
     def attend(self, layer: int, q: Array, k: Array, v: Array) -> Partial | None:
         """Store k [T, Hkv, D] and v [T, Hkv, Dv] of the step's tokens, then attend with its rows of q [T, Hq, D].
 
-        All three are device arrays. Returns (out [R, Hq, Dv], lse [R, Hq]) of ``queries`` in device or host memory,
-        valid until the next call; None if there are no queries. In the result, Hq is the number of heads of a shard.
+        Nothing must be ``missing`` at this layer. All three are device arrays. Returns (out [R, Hq, Dv], lse [R, Hq])
+        of ``queries`` in device or host memory, valid until the next call; None if there are no queries. In the result,
+        Hq is the number of heads of a shard.
         """
         begun = time.monotonic()
         partial = self._attend(layer, q, k, v)
@@ -142,9 +162,7 @@ class LocalShare:
         if self._count > 1:
             q, k, v = (_sharded(array, self._count) for array in (q, k, v))
         device = self._store.device
-        if len(self._slots):
-            device.keep(layer, k[self._stored], v[self._stored], self._slots)
-        self._store.watermarks.on_stored(self._tables.order, layer)
+        self._keep(layer, k, v)
         new = None if self._new is None else New(k[self._new], v[self._new], self._tables.sent_slots)
         if not len(self.queries):
             return None

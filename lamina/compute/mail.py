@@ -53,7 +53,7 @@ class Mail:
         may_run: Callable[[int], bool] | None = None,
         lenders: Collection[str] = (),
     ) -> None:
-        """``may_run``: Returns False for a lane whose slice rank 0 has not announced."""
+        """``may_run``: Returns False for a lane whose slice rank 0 has not announced, or whose step is parked."""
         self.lenders = frozenset(lenders)
         self.requests = collections.deque[Request]()
         self.channels = channels
@@ -204,6 +204,10 @@ class Mail:
         """Start to fetch as many queued pieces as landing slots are free. Raises PeerLostError."""
         while self._fetcher.can_start:
             self._fetcher.start_next()
+
+    def fetch_first(self, lane: int, turn: int) -> None:
+        """Fetch K and V of attention ``turn`` of a lane before others."""
+        self._fetcher.fetch_first(lane, turn)
 
     def _queue_request(self, arrival: Arrival, body: Buffer | Any) -> None:
         arrival.lane -= LENT

@@ -21,7 +21,7 @@ from lamina.core.topology import Topology
 from lamina.core.types import AttentionSpec
 from lamina.dataplane.wire import Array
 from lamina.lowering import Workspace
-from lamina.splitter import Crossing, as_numpy
+from lamina.splitter import Crossing, SliceOutput, as_numpy
 
 AHEAD_SLICE_S = 1e-4  # time between two checks while the device runs a whole step
 
@@ -106,6 +106,7 @@ class StepRun:
         self._launched_ns = 0  # when all slices were given to the device; 0: not, or no time is recorded
         self._context: tuple[torch.Tensor, ...] = ()
         self._chunks: Partial | None = None
+        self._pending: SliceOutput | None = None  # of the latest slice, until it has attended to local memory
 
     @property
     def index(self) -> int:
@@ -135,6 +136,16 @@ class StepRun:
         if self.index < 0:
             return []
         return [*self._exchange.peers, *([self._former] if self.moved_here else [])]
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether attention to local memory is left to do, since it had to wait for earlier chunks of other lanes."""
+        return self._pending is not None
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether the next slice must wait because attention to local memory still does."""
+        return self._pending is not None and self._exchange.must_wait(self.index - 1)
 
     def take_news(self) -> bool:
         """Return True at the first call after ``tokens`` has become known, else False."""
@@ -171,6 +182,9 @@ class StepRun:
             return None
         if self.moved_here:
             self._receive_context(index)
+        if self._pending is not None:
+            self._attend_here(index - 1, self._pending)
+            self._pending = None
         attention = self._gather(index)
         self._next += 1
         if index < len(self._runner.attentions):
@@ -228,9 +242,12 @@ class StepRun:
         exchange.send_requests(index, spec, output)
         timeline.record_span("send", lane, begun)
         self._context = output.context
-        begun = timeline.now()
-        if exchange.attend_here(index, output):
-            timeline.record_span("attention", lane, begun)
+        if exchange.must_wait(index):
+            exchange.keep_here(index, output)
+            # Other slices overwrite what a GPU's slice returns.
+            self._pending = SliceOutput(tuple(each.clone() for each in output.results[:3]))
+        else:
+            self._attend_here(index, output)
         if exchange.local_rows:
             begun = timeline.now()
             self._chunks = exchange.attend_chunks(index, spec, output)
@@ -238,6 +255,11 @@ class StepRun:
         following = self._stages[index + 1]
         if following != self._replica.number:
             self._send_context(self._replica.names[following], self.plan.turn + index + 1)
+
+    def _attend_here(self, index: int, output: SliceOutput) -> None:
+        begun = self._timeline.now()
+        if self._exchange.attend_here(index, output):
+            self._timeline.record_span("attention", self.plan.lane, begun)
 
     def _begin(self, drawn: Mapping[int, int]) -> None:
         # A sequence without a last draw had no finite logits: its request is ending, and its token does not matter.

@@ -99,7 +99,7 @@ class ComputeWorker(WorkerLoop):
         self._unread = among_ranks.unread
         sums.connect(links, among_ranks, own)
         self._order = order = SliceOrder(links, among_ranks, own) if connect.pipeline.announces else None
-        may_run = None if order is None else order.may_run
+        may_run = None if order is None and not may_wait else self._may_run
         leased, lenders = (links.fetch, links.arena, links.plan), set(names) & channels.keys() if lends else ()
         puller = Puller(*leased, memory.store) if memory is not None and lends else None
         self._mail = Mail(links.hub, channels, puller or Fetcher(*leased), lanes, may_run, lenders)
@@ -159,6 +159,9 @@ class ComputeWorker(WorkerLoop):
         replica may need this worker."""
         same = bool(lane.steps) and lane.steps[0] is step and not (self._lender is not None and self._lender.is_needed)
         return same and self._lanes.can_run(lane) and self._fence.open and not self._newcomers.pending
+
+    def _may_run(self, lane: int) -> bool:
+        return self._lanes.may_run(lane)
 
     def targets_meanwhile(self) -> list[Target]:
         """Return the doorbells of other replicas' requests, and of what is needed to serve them."""
@@ -247,6 +250,8 @@ class ComputeWorker(WorkerLoop):
         begun = time.monotonic()
         if self._order is not None:
             self._order.on_slice(lane.number)
+        if step.is_pending:
+            self._lanes.note_wait(lane)
         logits = step.run_slice(self._sequences.drawn)
         if step.take_news():
             self._sequences.append_tokens(step.plan, step.tokens)

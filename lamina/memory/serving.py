@@ -231,7 +231,7 @@ class Serving:
         else:
             self.serve_cut(lane, self._start(lane, range(len(step.pieces))))
 
-    def _unpark(self) -> None:
+    def unpark(self) -> None:
         """Begin parked requests whose earlier chunks are all stored."""
         for lane in self.lanes:
             if lane.parked and not lane.steps[0].order.missing(lane.layer):
@@ -257,7 +257,7 @@ class Serving:
         def on_done() -> None:
             request.end_reading()
             self._store.watermarks.on_fetched(step.order, layer)
-            self._unpark()
+            self.unpark()
 
         self._puller.request_pull(request.channel.name, request.bulk_at, layer, step, on_done)
 
@@ -306,7 +306,7 @@ class Serving:
             door.clear()
         if step.order.stores is not None:
             self._store.watermarks.on_attended(step.order, lane.layer)
-            self._unpark()
+            self.unpark()
         lane.door = None
         ends = lane.layer == len(self._store.attentions) - 1
         parts = [lane.out, lane.lse] if len(step.rows.queries) else []

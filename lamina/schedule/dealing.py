@@ -320,9 +320,9 @@ class Dealer:
 
         A lane with requests does so while a stage of its replicas has no chunk: otherwise, the chunk would only make
         the lane's steps longer. Without a pace, a lane in which sequences decode runs no chunk of another replica's
-        prompt, which does not delay them otherwise. A lane that has chunks to lend wakes lanes without requests. With
-        local memory no lane lends, because the borrower would attend to a chunk before earlier chunks of other lanes
-        are stored.
+        prompt, which does not delay them otherwise. A lane that has chunks to lend wakes lanes without requests.
+
+        With local memory, a prompt's chunks run on the replicas that hold its KV, in one lane of each.
 
         Args:
             rows: The decoding rows of the lane's next step.
@@ -344,7 +344,8 @@ class Dealer:
         if not self._lenders or lane.number >= self.active:
             return None
         left = self._rows - len(rows.sequences) - sum(len(chunk.tokens) for chunk in chunks)
-        if lane.running and (left < min(SMALLEST, self._rows // 2) or not self._has_idle_stage(lane, rotates)):
+        is_small, needs_stage = left < min(SMALLEST, self._rows // 2), lane.running or self._placement.local
+        if (lane.running and is_small) or (needs_stage and not self._has_idle_stage(lane, rotates)):
             return None
         lenders: Iterable[Lane] = self._lenders.values()
         if self._policy is not None:
@@ -352,7 +353,8 @@ class Dealer:
         elif rows.sequences and lane.pace is None:
             replicas = self._pipeline.replicas_of(lane.number, rotates)
             lenders = [one for one in lenders if one.number % self._pipeline.replicas in replicas]
-        if (found := lane.borrow(lenders, left, chunks, decodes=bool(rows.sequences))) is None:
+        others = self._placement.others(lane.number)
+        if (found := lane.borrow(lenders, left, chunks, others, decodes=bool(rows.sequences))) is None:
             return None
         chunk, lender = found
         chunks.append(chunk)

@@ -10,7 +10,7 @@ from lamina.core.requests import Completion, Group, Owner
 from lamina.core.segments import forked
 from lamina.core.steps import DecodeRows, Fork, SequenceStep, StepPlan
 from lamina.core.types import Segment
-from lamina.kv.placement import Placement
+from lamina.kv.placement import NOWHERE, Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.schedule.batches import DecodeBatch, PromptBatch
 from lamina.schedule.pace import LEAST, Pace
@@ -192,9 +192,15 @@ class Lane:
             chunks.append(_chunk(group, completion, count, list(draws), scratch))
         return chunks, drawing
 
-    def lendable(self, budget: int) -> Owner | None:
-        """Return the prompt of which another lane may run the next ``budget`` tokens, or None."""
-        return self.prompts.lendable(budget, self.scratch.holds)
+    def lendable(self, budget: int, others: frozenset[str] = NOWHERE) -> Owner | None:
+        """Return the prompt of which another lane may run the next ``budget`` tokens, or None.
+
+        ``others``: the workers that hold KV in local memory of other replicas than that lane's. A prompt with KV on
+        these alone stays in its lane.
+        """
+        return self.prompts.lendable(
+            budget, lambda group, one: self.scratch.holds(group, one) or group.workers <= others
+        )
 
     @property
     def runs_chunks(self) -> bool:
@@ -202,7 +208,13 @@ class Lane:
         return any(planned.plan.chunks for planned in self.in_flight)
 
     def borrow(
-        self, lenders: Iterable["Lane"], most: int, chunks: Sequence[SequenceStep], *, decodes: bool
+        self,
+        lenders: Iterable["Lane"],
+        most: int,
+        chunks: Sequence[SequenceStep],
+        others: frozenset[str],
+        *,
+        decodes: bool,
     ) -> tuple[SequenceStep, Group] | None:
         """Return the next chunk of a prompt of another lane, at most ``most`` tokens, and its request.
 
@@ -211,6 +223,7 @@ class Lane:
 
         Args:
             chunks: The lane's own chunks of the same step.
+            others: See ``lendable``.
             decodes: Whether sequences decode in the same step.
         """
         for lender in lenders:
@@ -219,7 +232,7 @@ class Lane:
                 budget = self.pace.budget(self.number, decodes, lender.prompts, most, chunks)
                 if decodes and budget <= LEAST:
                     continue
-            if (owner := lender.lendable(budget)) is not None:
+            if (owner := lender.lendable(budget, others)) is not None:
                 group, completion = owner
                 lender.prompts.lend(completion, budget)
                 group.lent += 1

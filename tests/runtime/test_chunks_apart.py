@@ -5,7 +5,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from tests.support.sweep import sweep
 from tests.support.waiting import wait_until
 
 TOKENS = 6
+SHORT = random.Random(0).choices(range(3, 90), k=60)
 PROMPTS = [random.Random(length).choices(range(3, 90), k=length) for length in (150, 203)]
 WAYS: dict[str, dict[str, Any]] = {
     "two replicas": {},
@@ -41,6 +42,19 @@ WAYS: dict[str, dict[str, Any]] = {
     "rotation": {"lanes": 3, "pipelining": "rotational"},
     "loongserve": {"policy": "loongserve", "lanes": 4},
     "two stages and halves of the heads": {"pipeline_parallel": 2, "partition": "head"},
+    "instances with segments of 40 tokens": {"memory": "local", "kv_tokens_per_worker": 40},
+    "instances of two ranks": {
+        "compute": "cpu:4",
+        "tensor_parallel": 2,
+        "memory": "local",
+        "kv_tokens_per_worker": 40,
+    },
+    "three instances and a memory worker": {
+        "compute": "cpu:3",
+        "lanes": 3,
+        "memory": "local,cpu:1",
+        "kv_tokens_per_worker": 40,
+    },
 }
 MOVING: dict[str, dict[str, Any]] = {
     "two replicas": {"lanes": 4},
@@ -66,10 +80,10 @@ class Reference:
     tokens: list[list[int]]
     logprobs: list[float]
 
-    def check(self, number: int, output: RequestOutput) -> None:
-        """Compare the completions of prompt ``number``."""
+    def check(self, number: int, output: RequestOutput, count: int = TOKENS) -> None:
+        """Compare the completions of prompt ``number``, of ``count`` tokens each. The last prompt is ``SHORT``."""
         for completion in output.outputs:
-            assert completion.token_ids == self.tokens[number]
+            assert completion.token_ids == self.tokens[number][:count]
             assert completion.logprobs is not None
             assert completion.logprobs[0][0].logprob == pytest.approx(self.logprobs[number], abs=2e-5)
 
@@ -78,9 +92,10 @@ class Reference:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     folder = tmp_path_factory.mktemp("checkpoint")
     model: PreTrainedModel = write_prepared(served("llama", layers=3, max_position_embeddings=256), folder)
-    tokens = [greedy(model, prompt, TOKENS) for prompt in PROMPTS]
+    prompts = [*PROMPTS, SHORT]
+    tokens = [greedy(model, prompt, TOKENS) for prompt in prompts]
     with torch.no_grad():
-        logits = [model(torch.tensor([prompt])).logits[0, -1] for prompt in PROMPTS]
+        logits = [model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
     drawn = zip(logits, tokens, strict=True)
     return Reference(folder, tokens, [float(row.log_softmax(-1)[first]) for row, (first, *_) in drawn])
 
@@ -118,7 +133,9 @@ def params(n: int = 1) -> SamplingParams:
     return SamplingParams(n=n, temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
 
 
-@pytest.mark.parametrize("settings", sweep(WAYS, {"two replicas", "two stages", "loongserve"}))
+@pytest.mark.parametrize(
+    "settings", sweep(WAYS, {"two replicas", "two stages", "loongserve", "instances with segments of 40 tokens"})
+)
 def test_tokens_equal_hugging_face(settings: dict[str, Any], reference: Reference, lent: Counter[int]) -> None:
     engine = begin(reference.folder, **settings)
     try:
@@ -134,6 +151,19 @@ def test_tokens_equal_hugging_face(settings: dict[str, Any], reference: Referenc
     finally:
         engine.close()
     assert sum(lent.values()) >= 6
+
+
+def test_replicas_on_gpus_attend_to_their_own_memory_once_chunks_of_others_are_stored(
+    reference: Reference, lent: Counter[int]
+) -> None:
+    """On emulated ones, whose slices overwrite what the last one has returned."""
+    engine = begin(reference.folder, compute="emulated:2", memory="local", kv_tokens_per_worker=40)
+    try:
+        (output,) = run_all(engine, [SHORT], replace(params(), max_tokens=2))
+        reference.check(len(PROMPTS), output, 2)
+    finally:
+        engine.close()
+    assert sum(lent.values()) >= 1
 
 
 @pytest.mark.parametrize("victim", ["memory0", "compute0", "compute1"])

@@ -22,11 +22,11 @@ ROWS, PROMPT = 16, 100
 PIPELINE = Pipeline(2, 2)
 
 
-def turn(local: bool = False, pipeline: Pipeline = PIPELINE) -> Turn:
+def turn(local: bool = False, pipeline: Pipeline = PIPELINE, longest: int | None = None) -> Turn:
     roles: tuple[Role, ...] = ("compute", "compute") if local else ("memory",)
     members = tuple(Member(f"{role}{number}", role, "cpu", "", 400) for number, role in enumerate(roles))
     topology = Topology(FIRST, members, pipeline)
-    placement = Placement(topology.capacities, topology=topology)
+    placement = Placement(topology.capacities, longest, topology=topology)
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=ROWS, max_model_len=200)
     return Turn(limits, placement, pipeline, attentions=ATTENTIONS, kv_heads=2)
 
@@ -173,15 +173,25 @@ def test_steps_of_a_lane_that_may_borrow_next_are_not_taken_for_the_last_one_aga
     assert made.scheduler.unchanged_steps(2) == 0
 
 
-def test_lanes_beside_local_memory_borrow_nothing() -> None:
-    alone = turn(local=True)
-    begin(alone)
-    assert {lane for lane, _, _ in spans(list(alone.plan(0.0)))} == {0}
+@pytest.mark.parametrize(
+    ("pipeline", "longest", "lanes"),
+    [
+        (Pipeline(2, 2), 40, {0}),
+        (Pipeline(2, 2, lends=True), 40, {0, 1}),
+        (Pipeline(2, 2, lends=True), None, {0}),
+        (Pipeline(4, 2, lends=True), 40, {0, 1}),
+    ],
+)
+def test_with_local_memory_one_lane_of_each_replica_that_holds_kv_of_a_prompt_runs_its_chunks(
+    pipeline: Pipeline, longest: int | None, lanes: set[int]
+) -> None:
+    made = turn(local=True, pipeline=pipeline, longest=longest)
+    begin(made)
+    assert {lane for lane, _, _ in spans(list(made.plan(0.0)))} == lanes
 
 
 @pytest.mark.parametrize(("own", "lanes"), [(400, {0}), (0, {0, 1})])
 def test_lanes_borrow_nothing_if_local_memory_holds_some_of_the_heads(own: int, lanes: set[int]) -> None:
-    """There no chunk waits for earlier chunks of other lanes."""
     compute = Member("compute0", "compute", "cpu", "host", own)
     memories = [Member(f"memory{number}", "memory", "cpu", "host", 400) for number in range(2)]
     topology = Topology(Epoch(0, 1), (compute, *memories), Pipeline(2, 1))
