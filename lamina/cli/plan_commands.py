@@ -100,7 +100,7 @@ def _launch_kinds(way: "Way") -> list[str]:
     """Return the kinds of a way's pools as `lamina launch` spells them."""
     from lamina.planning.plan.hardware import ALIASES
 
-    spelled = {entry: name for name, entry in ALIASES.items()}
+    spelled = {"a100-40g": "a100", **{entry: name for name, entry in ALIASES.items()}}  # both are A100s to a driver
     return [spelled.get(kind.kind, kind.kind) for kind in (way.compute, way.memory) if kind is not None]
 
 

@@ -292,6 +292,13 @@ def test_two_kinds_of_machines_need_a_market_with_rdma() -> None:
         assert not plan_ways._without_rdma(server, way)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", ["a100-40g", "a100-80g"])
+def test_both_sizes_of_an_a100_are_launched_by_their_driver_s_name(kind: str) -> None:
+    way = Way(kind=Kind.LOCAL, chunk=128, compute=hardware.load()[kind], compute_workers=2)
+    (line,) = plan_commands.launching(SimpleNamespace(way=way), model_shapes.find("Llama-3-8B"), "Llama-3-8B", 16)  # type: ignore[arg-type]
+    assert parsed(line)["compute"] == "a100:2"
+
+
 def test_a_model_that_launch_cannot_read_has_no_launch_line(tmp_path: Path) -> None:
     device = hardware.load()["h100"]
     way = Way(kind=Kind.LOCAL, chunk=128, compute=device, compute_workers=1)
