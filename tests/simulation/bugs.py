@@ -253,7 +253,7 @@ FOUND = [
     Bug(
         "draws_released",
         "A rank that waits for its last sum of a step forgets sequences for which it has yet to draw.",
-        "this one",
+        "39c46c92",
         "lamina/compute/worker.py",
         """\
         return any(not told.isdisjoint((one.sequence, *one.draws)) for one in self._computing)
