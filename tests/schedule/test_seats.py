@@ -1,10 +1,11 @@
-"""Seats by lane and by client."""
+"""Seats by lane and by client, and lanes that rest."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.core.types import NOBODY, Client
 from lamina.schedule.admission import Seats
+from lamina.schedule.dealing import Readiness
 
 
 @given(lanes=st.integers(1, 6), changes=st.lists(st.tuples(st.integers(0, 5), st.integers(-3, 3)), max_size=100))
@@ -38,3 +39,12 @@ def test_an_exchange_of_seats_is_never_undone(taken: list[int], wants: int, want
         seats.add_sequences(0, -given_up, holder)
         seats.add_sequences(0, wanted, client)
         assert client not in seats.holders(holder, given_up)
+
+
+def test_a_lane_with_nothing_to_plan_is_not_asked_again_until_something_changes() -> None:
+    ready = Readiness(2)
+    ready.note_nothing(0)
+    assert set(ready.candidates(moving=False, dealing=False)) == {1}
+    assert set(ready.candidates(moving=False, dealing=True)) == {0, 1}, "a request may be dealt to it"
+    ready.note_change(0)
+    assert set(ready.candidates(moving=False, dealing=False)) == {0, 1}
