@@ -402,6 +402,10 @@ class Placement:
         """Accept requests of up to ``tokens`` tokens while replacements of lost workers start; 0: no longer."""
         self.promised = tokens
 
+    def left_beside(self, worker: str, change: Mapping[str, int]) -> int:
+        """Return the slots that are left on a worker after ``change``, tokens by worker; negative: slots lacking."""
+        return self.left(worker) - change.get(worker, 0)
+
     def fits(self, change: Mapping[str, int]) -> bool:
         """True if each worker has slots for these additional tokens, which may be negative."""
         return all(tokens <= self.left(worker) for worker, tokens in change.items())

@@ -297,9 +297,15 @@ class StripedPlacement(Placement):
 
     # -- taking and releasing slots -----------------------------------------------------------------------------
 
+    def _free_after(self, change: Mapping[str, int]) -> dict[str, int]:
+        """Return the slots left on every worker if places hold ``change`` more tokens."""
+        return self._free({place: self.reserved[place] + change.get(place, 0) for place in self._parts})
+
+    def left_beside(self, worker: str, change: Mapping[str, int]) -> int:
+        return self._fitting(worker, self._free_after(change))
+
     def fits(self, change: Mapping[str, int]) -> bool:
-        taken = {place: self.reserved[place] + change.get(place, 0) for place in self._parts}
-        return min(self._free(taken).values()) >= 0
+        return min(self._free_after(change).values()) >= 0
 
     def grow(self, rows: Mapping[str, int]) -> bool:
         if not self.fits(rows):

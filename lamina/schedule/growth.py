@@ -99,7 +99,7 @@ class Growth:
             holders = {group: freed for group, freed in self._residents.holders(worker).items() if freed}
             if len(holders) > 1:
                 yield from victims(holders, lacking, self._rank)
-            elif placement.left(worker) + placement.returning[worker] < needed.get(worker, 0):
+            elif placement.left_beside(worker, _difference(needed, placement.returning)) < 0:
                 yield from self._squeeze(lane, worker)
 
     def _spread(self, lane: Lane, worker: str, sequences: int) -> int:
@@ -120,11 +120,11 @@ class Growth:
         placement, needed = self._placement, lane.decoding.workers
         beyond = placement.beyond(lane.number)
         for group, completion in lane.decoding.growing_on(worker):
-            if needed.get(worker, 0) <= placement.left(worker):
+            if placement.left_beside(worker, needed) >= 0:
                 return []
             excluded = {worker, *placement.closed, *beyond}
             others = [one for one in placement.capacities if one not in excluded]
-            spare = {one: placement.left(one) - needed.get(one, 0) for one in others}
+            spare = {one: placement.left_beside(one, needed) for one in others}
             best = max(spare, key=lambda one: spare[one], default=worker)
             if spare.get(best, 0) <= 0 or not self._grow(lane, group, completion, best):
                 break
@@ -185,6 +185,10 @@ class Growth:
             if room >= min(tokens, LEAST_SEGMENT) and worker not in self._placement.local
         }
         return rooms if sum(rooms.values()) >= tokens else {}
+
+
+def _difference(tokens: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:
+    return {place: tokens.get(place, 0) - others.get(place, 0) for place in {**tokens, **others}}
 
 
 def victims(holders: Mapping[Group, int], tokens: int, rank: Callable[[Group], Rank]) -> list[Group]:

@@ -36,9 +36,11 @@ class Striped(Driver):
     """With a prefix cache. Every memory worker is told of everything."""
 
     def __init__(
-        self, capacities: list[int], depth: int, chance: random.Random, longest: int | None, clients: int
+        self, capacities: list[int], depth: int, chance: random.Random, longest: int | None, clients: int, most: int
     ) -> None:
+        """``most``: Most output tokens of a request."""
         super().__init__(FIXED, depth, chance, longest, clients=clients)
+        self.most = most
         self.stores = {f"memory{number}": self.store(number, room) for number, room in enumerate(capacities)}
         rooms = dict(zip(self.stores, capacities, strict=True))
         self.placement = StripedPlacement(rooms, SHARDS, longest)
@@ -65,7 +67,7 @@ class Striped(Driver):
     def come(self, name: str) -> None:
         """It begins like others, or like none."""
         first, length = 100 * self.chance.choice([0, int(name)]), self.chance.randint(1, 20)
-        params = SamplingParams(n=self.chance.randint(1, 3), max_tokens=self.chance.randint(1, 8))
+        params = SamplingParams(n=self.chance.randint(1, 3), max_tokens=self.chance.randint(1, self.most))
         try:
             ids, asks = [*range(first, first + length)], client(int(name), self.clients)
             self.live[name] = self.turn.scheduler.submit(Request(name, None, ids, params, client=asks))
@@ -138,7 +140,18 @@ class Striped(Driver):
 
 
 @example(  # grows there and back at once
-    capacities=[30, 33], depth=1, requests=11, longest=6, changes=0.0, seed=1, clients=1, share=SHARE
+    capacities=[30, 33], depth=1, requests=11, longest=6, changes=0.0, seed=1, clients=1, share=SHARE, most=8
+)
+@example(  # fills places that share a worker, on which each has room for itself alone
+    capacities=[39, 31, 47, 43],
+    depth=1,
+    requests=3,
+    longest=None,
+    changes=0.15,
+    seed=1711173980,
+    clients=1,
+    share=0,
+    most=60,
 )
 @given(
     capacities=st.lists(st.integers(30, 60), min_size=2, max_size=4),
@@ -149,6 +162,7 @@ class Striped(Driver):
     seed=st.integers(0, 2**32),
     clients=st.integers(1, 5),
     share=st.sampled_from([0, SHARE]),
+    most=st.sampled_from([8, 40]),
 )
 def test_every_head_of_every_token_is_somewhere_while_workers_come_and_go(
     capacities: list[int],
@@ -159,10 +173,11 @@ def test_every_head_of_every_token_is_somewhere_while_workers_come_and_go(
     seed: int,
     clients: int,
     share: int,
+    most: int,
 ) -> None:
     chance = random.Random(seed)
     with mock.patch.object(prefix_cache, "SHORTEST", 3), mock.patch("lamina.schedule.admission.SHARE", share):
-        driver = Striped(capacities, depth, chance, longest, clients)
+        driver = Striped(capacities, depth, chance, longest, clients, most)
         for number in range(requests):
             driver.come(str(number))
             if chance.random() < changes:
