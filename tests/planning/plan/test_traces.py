@@ -57,5 +57,5 @@ def test_a_file_without_a_trace_s_columns_is_refused_by_their_names(tmp_path: Pa
     file = tmp_path / "notes.csv"
     for text in ("hello\n", "", "TIMESTAMP,ContextTokens\n1,2\n"):
         file.write_text(text)
-        with pytest.raises(ConfigError, match=r"is not a trace \(KeyError: .*'GeneratedTokens'"):
+        with pytest.raises(ConfigError, match=r"it has no column .*GeneratedTokens"):
             read_trace(file)
