@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lamina.control.messages import EndEpoch, Recall, Step, Stop, ToWorker
 from lamina.control.sockets import ControlClient
-from lamina.core.errors import DeadlineError
+from lamina.core.errors import DeadlineError, PeerLostError
 from lamina.dataplane.leases import ARRIVED, FETCHED, FREED, ORDER_NBYTES, SLOTS
 from lamina.dataplane.slot import Outbox, Slot
 from lamina.splitter import as_numpy
@@ -54,12 +54,14 @@ class Meanwhile(Protocol):
 class RankWait:
     """Waits for doorbells of other ranks, and stops waiting when the engine ends the epoch.
 
+    A peer that is lost before it is a member does not end the wait: nothing of the slice concerns it.
+
     Attributes:
         unread: Messages of the engine that arrived during waits, oldest first; the worker has yet to handle them.
     """
 
-    def __init__(self, wait: Wait, control: ControlClient, meanwhile: Meanwhile | None) -> None:
-        self._wait, self._control, self._meanwhile = wait, control, meanwhile
+    def __init__(self, wait: Wait, control: ControlClient, links: Links, meanwhile: Meanwhile | None) -> None:
+        self._wait, self._control, self._links, self._meanwhile = wait, control, links, meanwhile
         self.unread = collections.deque[ToWorker]()
 
     def __call__(self, targets: Sequence[Target], timeout_s: float) -> int:
@@ -75,6 +77,9 @@ class RankWait:
                     return index
             except DeadlineError:
                 if left <= slice_s:
+                    raise
+            except PeerLostError as error:
+                if not self._links.drop_newcomer(error.peer):
                     raise
             self._read_control()
             busy = meanwhile is not None and meanwhile.serve_meanwhile()

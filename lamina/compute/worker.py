@@ -95,7 +95,7 @@ class ComputeWorker(WorkerLoop):
         channels = {name: links.channel(name) for name in peers}
         self._slots.register_channels(channels.values())
         lends, may_wait = connect.pipeline.lends, memory is not None and connect.pipeline.spreads
-        among_ranks = RankWait(self._wait, control, self if may_wait else None)
+        among_ranks = RankWait(self._wait, control, links, self if may_wait else None)
         self._unread = among_ranks.unread
         sums.connect(links, among_ranks, own)
         self._order = order = SliceOrder(links, among_ranks, own) if connect.pipeline.announces else None

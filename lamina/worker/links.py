@@ -415,6 +415,13 @@ class Links:
         if link := self._links.pop(name, None):
             link.endpoint.disconnect(link.peer)
 
+    def drop_newcomer(self, name: str) -> bool:
+        """End the link to a peer that is not yet a member. Return False, with no effect, for a member."""
+        if name in self._members:
+            return False
+        self.disconnect(name)
+        return True
+
     def _forget_channel(self, name: str) -> None:
         if self.inboxes is not None:
             self.inboxes.close_outgoing(name)

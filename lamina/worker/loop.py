@@ -64,8 +64,7 @@ class Fence:
 
         A peer that is not yet a member is only disconnected: the engine notices by itself that the process ends.
         """
-        if error.peer not in self._links.peers:
-            self._links.disconnect(error.peer)
+        if self._links.drop_newcomer(error.peer):
             return
         self._links.disconnect_for_good(error.peer)
         self._stop(error)

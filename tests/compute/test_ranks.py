@@ -13,13 +13,14 @@ import torch
 
 from lamina.compute.ranks import ANNOUNCED, Ranks, RankWait, SliceOrder
 from lamina.control.messages import Step
-from lamina.core.errors import DeadlineError
+from lamina.core.errors import DeadlineError, PeerLostError
 from lamina.dataplane.leases import ArenaPlan, Lease, lease_nbytes
 from lamina.dataplane.slot import Outbox, Slot
 from lamina.splitter.parts import Rank
 from lamina.transport.base import Arena
 from lamina.transport.shm import ShmEndpoint
 from tests.support.channels import Station, link
+from tests.support.linked_workers import SHM, Cluster
 
 SLOT_NBYTES = 4096
 TIMEOUT_S = 60.0
@@ -74,10 +75,27 @@ def test_a_plan_that_must_wait_for_the_end_of_a_sum_delays_later_ones() -> None:
     control, meanwhile = Mock(poll=Mock(side_effect=[*plans, None])), Mock()
     meanwhile.targets_meanwhile.return_value = []
     meanwhile.apply_meanwhile.side_effect = lambda plan: plan is plans[0]
-    waiting = RankWait(Mock(side_effect=[DeadlineError("nothing rings"), 0]), control, meanwhile)
+    waiting = RankWait(Mock(side_effect=[DeadlineError("nothing rings"), 0]), control, Mock(), meanwhile)
     assert waiting([(0, 1)], TIMEOUT_S) == 0
     assert meanwhile.apply_meanwhile.mock_calls == [call(plans[0]), call(plans[1])]
     assert list(waiting.unread) == plans[1:]
+
+
+@pytest.mark.parametrize(("lost", "error"), [("newcomer", DeadlineError), ("member", PeerLostError)])
+def test_the_loss_of_a_peer_that_is_no_member_does_not_end_a_sum(lost: str, error: type[Exception]) -> None:
+    cluster = Cluster(["rank", "member", "newcomer"])
+    with contextlib.ExitStack() as resources:
+        for links in cluster.links.values():
+            resources.enter_context(contextlib.closing(links))
+        cluster.link({("rank", "member"): SHM})
+        own = cluster.links["rank"]
+        wait = own.close_unused_endpoints()
+        cluster.link({("rank", "newcomer"): SHM}, round_=2)
+        cluster.links[lost].close()
+        with pytest.raises(error):
+            RankWait(wait, Mock(poll=Mock(return_value=None)), own, None)([(0, 1)], 0.2)
+        assert own.has("member")
+        assert own.has("newcomer") == (lost == "member")
 
 
 def test_ranks_go_on_once_all_have_come() -> None:
