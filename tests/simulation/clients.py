@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import Simulation
 
 MOST_OPEN = 16  # requests: clients wait while there are so many
-ABORT_S = 5.0  # after an abort, at most, for the last tokens to arrive while nothing stops the engine
+ABORT_S = 5.0  # after an abort, at most, for the last tokens to arrive while nothing stops engine or frontend
 
 Part = tuple[int, Sequence[int], FinishReason | None]
 """News of a completion: its index, new tokens, and why it has ended."""
@@ -203,9 +203,11 @@ class Clients:
     def _take(self, sent: Sent, parts: Sequence[Part], finished: bool, error: str | None) -> None:
         if sent.finished:
             raise Broken(f"{sent.name} is told more after its end")
-        now, begun = self._run.world.now, max(sent.aborted_at or 0.0, self._run.disturbed_at)
-        if sent.aborted_at is not None and now > begun + ABORT_S:
-            raise Broken(f"{sent.name} was aborted {now - sent.aborted_at:.1f} s ago, and still draws tokens")
+        if sent.frontend is not None and sent.aborted_at is not None:
+            now = self._run.world.now
+            begun = max(sent.aborted_at, self._run.disturbed_at, sent.frontend.loop.stopped_until)
+            if now > begun + ABORT_S:
+                raise Broken(f"{sent.name} was aborted {now - sent.aborted_at:.1f} s ago, and still draws tokens")
         for index, tokens, reason in parts:
             if sent.ended[index] is not None and tokens:
                 raise Broken(f"completion {index} of {sent.name} goes on after its end")

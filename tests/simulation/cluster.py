@@ -118,7 +118,7 @@ class Simulation:
         self.disks = Disks(self.world)
         self.clients = Clients(self, scene.load)
         self.frontends = Frontends(self, self.layout.frontends, TOKENIZER)
-        self.disturbed_at = 0.0  # when the engine was last down or stopped, or time has leapt
+        self.disturbed_at = 0.0  # until when the engine was last down or stopped, or time has leapt
         self.engine: Engine | None = None
         self.engine_task: Task | None = None
         self.failure: BaseException | None = None
@@ -271,7 +271,12 @@ class Simulation:
         )
         self.frontends.serve(engine)
         engine.observe_turns(self._after_turn)
-        self.engine, self.is_down, self.disturbed_at = engine, False, self.world.now
+        self.engine, self.is_down = engine, False
+        self.disturb(self.world.now)
+
+    def disturb(self, until: float) -> None:
+        """Expect no answers in time until then, or longer if an earlier disturbance lasts longer."""
+        self.disturbed_at = max(self.disturbed_at, until)
 
     def kill_engine(self) -> None:
         """Kill the engine's process and start another one."""

@@ -106,7 +106,7 @@ class Faults:
     def _stop(self, fault: Fault) -> None:
         if (victim := self._victim(fault)) is not None:
             self._tell(f"stop {victim.name} for {fault.seconds:g} s")
-            victim.task.stopped_until = self._run.world.now + fault.seconds
+            victim.task.stop(self._run.world.now + fault.seconds)
 
     def _lag(self, fault: Fault) -> None:
         if (victim := self._victim(fault)) is not None:
@@ -137,9 +137,10 @@ class Faults:
         task = self._run.engine_task
         if task is not None and not self._run.is_down:
             self._tell(f"stop the engine for {fault.seconds:g} s")
-            task.stopped_until = self._run.disturbed_at = self._run.world.now + fault.seconds
+            task.stop(self._run.world.now + fault.seconds)
+            self._run.disturb(task.stopped_until)
             if self._run.frontends.task is not None:
-                self._run.frontends.task.stopped_until = task.stopped_until
+                self._run.frontends.task.stop(task.stopped_until)
 
     def _crash(self, fault: Fault) -> None:
         """Kill a frontend."""
@@ -151,8 +152,7 @@ class Faults:
         """Stop a frontend."""
         if names := sorted(self._run.frontends.living):
             self._tell(f"stop {(name := names[int(fault.choice * len(names))])} for {fault.seconds:g} s")
-            loop = self._run.frontends.living[name].loop
-            loop.stopped_until = self._run.disturbed_at = self._run.world.now + fault.seconds
+            self._run.frontends.living[name].loop.stop(self._run.world.now + fault.seconds)
 
     def _refuse(self, fault: Fault) -> None:
         self._tell(f"no process can be started for {fault.seconds:g} s")
@@ -174,7 +174,7 @@ class Faults:
         """Suspend all machines: all deadlines within this time are over before anybody has answered."""
         self._tell(f"nothing runs for {fault.seconds:g} s")
         self._run.world.leap(fault.seconds)
-        self._run.disturbed_at = self._run.world.now
+        self._run.disturb(self._run.world.now)
 
     def _hangup(self, fault: Fault) -> None:
         self._run.clients.hang_up(fault.choice)
@@ -214,7 +214,7 @@ class Faults:
         run.network.heal()
         run.processes.refuses = run.disks.fail = False
         for frontend in run.frontends.living.values():
-            frontend.loop.stopped_until = 0.0
+            frontend.loop.end_stop()
         tasks = [process.task for process in run.processes.living.values()]
         for process in run.processes.living.values():
             process.lacks_memory = False

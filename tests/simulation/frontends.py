@@ -45,7 +45,7 @@ class Loop:
 
     Attributes:
         readers: By descriptor, what is called when it becomes readable.
-        stopped_until: Nothing is called before.
+        stopped_until: Nothing is called before, as after SIGSTOP.
         dead: Nothing is called any more.
     """
 
@@ -54,6 +54,7 @@ class Loop:
         self.stopped_until = 0.0
         self.dead = False
         self._world = world
+        self._held: list[Callable[[], object]] = []  # calls that were due while the loop was stopped
 
     def add_reader(self, descriptor: int, callback: Callable[..., object], *given: object) -> None:
         self.readers[descriptor] = partial(callback, *given)
@@ -66,13 +67,28 @@ class Loop:
 
         def call() -> None:
             if self._world.now < self.stopped_until:
-                self._world.call_at(self.stopped_until, call)
+                self._held.append(call)
             elif not self.dead:
                 callback()
 
         self._world.call_later(0.0, call)
 
     call_soon_threadsafe = call_soon
+
+    def stop(self, until: float) -> None:
+        """Call nothing back before this time. A shorter stop does not end a longer one."""
+        self.stopped_until = max(self.stopped_until, until)
+        self._world.call_at(self.stopped_until, self._call_held)
+
+    def end_stop(self) -> None:
+        """Call back now what a stop has held."""
+        self.stopped_until = min(self.stopped_until, self._world.now)
+        self._call_held()
+
+    def _call_held(self) -> None:
+        held, self._held = self._held, []
+        for call in held:
+            call()
 
     def on_readable(self, descriptor: int) -> None:
         """Call back what waits for this descriptor."""

@@ -1,6 +1,7 @@
 """Simulated clusters serve right tokens whatever fails, and leave nothing behind."""
 
 import ast
+import dataclasses
 import os
 import re
 import subprocess
@@ -77,6 +78,21 @@ def test_replicas_that_lend_memory_read_requests_and_plans_between_slices(monkey
     report = simulation.run()
     assert not report.failure
     assert len(begun) > 100
+
+
+@pytest.mark.parametrize("kind", ["hang", "leap", "pause", "restart"])
+def test_a_short_fault_does_not_shorten_the_wait_for_a_stopped_frontend(kind: str) -> None:
+    """Requests that were aborted meanwhile end when the first frontend goes on, not when the short fault ends."""
+    from tests.simulation.cluster import Simulation
+    from tests.simulation.scenario import Fault, Scene
+
+    case = next(one for one in CASES if one.name == "aborted_twice")
+    scene = Scene(dataclasses.replace(case.layout, frontends=2), case.scene.load, {})
+    faults = [Fault(0, 1.0, "hang", 20.0, 0.0, {}), Fault(1, 3.0, kind, 0.02, 0.9, {})]
+    report = Simulation(0, faults, 600, scene).run()
+    assert not report.failure
+    assert [*report.happened] == [0, 1]
+    assert any("ends: abort" in line and float(line.split()[0]) > 20 for line in report.trace)
 
 
 @pytest.mark.parametrize("bug", [*BUGS, *FOUND], ids=lambda bug: bug.name)

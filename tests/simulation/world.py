@@ -82,6 +82,10 @@ class Task:
             lag = self._world.random.random() * self.lag_s if self.lag_s else 0.0
             self._world.call_later(lag, self._resumption())
 
+    def stop(self, until: float) -> None:
+        """Do not let the task run before this time. A shorter stop does not end a longer one."""
+        self.stopped_until = max(self.stopped_until, until)
+
     def kill(self) -> None:
         """End the task at once, wherever it is; may be called by any task."""
         self.dead = True
