@@ -256,9 +256,12 @@ class Admissions:
         return self._steps >= since + PATIENCE
 
     def upcoming(self, most: int) -> list[Group]:
-        """Return the waiting requests in order, at most ``most`` besides the skipped ones. The policy is not fair."""
+        """Return the waiting requests in order, at most ``most`` besides the skipped ones: the request with a
+        reservation first, as nothing else may use its slots. The policy is not fair."""
         assert isinstance(self._queue, RankedQueue)
-        return sorted([*self._skipped, *self._queue.upcoming(most)], key=self._rank)
+        ahead = None if self._reserved is None else self._first
+        waiting = [*self._skipped, *self._queue.upcoming(most)]
+        return sorted(waiting, key=lambda one: (one is not ahead, self._rank(one)))
 
     @property
     def is_restricted(self) -> bool:

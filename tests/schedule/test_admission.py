@@ -14,6 +14,7 @@ from lamina.core.steps import StepPlan
 from lamina.core.types import Client, Request
 from lamina.schedule import admission
 from lamina.schedule.limits import Limits
+from lamina.schedule.policy import LoongServe
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.suspects import Hold
 from tests.support.schedules import request, scheduler
@@ -143,6 +144,19 @@ def test_others_are_admitted_elsewhere_while_room_is_kept(patience: int) -> None
     while large.lane < 0:
         turns.go_on()
     assert turns.turn < 80
+
+
+def test_a_policy_of_lanes_deals_the_request_that_slots_are_reserved_for(patience: int) -> None:
+    """Slots are reserved for a long request while shorter ones that came before it wait."""
+    random = Random(0)
+    under_test = scheduler({"memory0": 200}, 2, Limits(8, 32, 200), policy=LoongServe())
+    turns = Turns(under_test, 2)
+    for number in range(40):
+        prompt, drawn = random.choice([1, 5, 39, 73, 101]), random.randint(1, 40)
+        under_test.submit(request(f"r{number}", prompt, max_tokens=drawn, n=random.choice([1, 2])))
+    while len(turns.drew) < 40:
+        assert turns.turn < 3000, f"{under_test.waiting} requests wait"
+        turns.go_on()
 
 
 def test_a_request_with_many_completions_gets_its_seats_from_a_flood_of_single_ones(patience: int) -> None:
