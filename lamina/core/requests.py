@@ -246,6 +246,14 @@ class Group:
         return [completion for completion in self.completions if not completion.finished]
 
     @property
+    def most_shared(self) -> int:
+        """The most tokens of a cached prefix that the first completion can begin with; its last token is computed."""
+        most = self.completions[0].goal - 1
+        if self.request.params.reads_history:
+            return min(most, self.prompt_length)  # replicas note generated tokens as they run
+        return most
+
+    @property
     def histories(self) -> dict[int, list[int]]:
         """Generated tokens by sequence, without the last, which the next step runs; empty if draws do not depend on
         them."""

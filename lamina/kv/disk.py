@@ -251,7 +251,7 @@ class Disks:
         if not any(map(len, self._disks.values())) or self._placement.splits(group.to_run):
             return False
         salt, ids = group.request.params.cache_salt, ids_of(group.known_tokens(first, 0, first.goal))
-        keys = keys_of(salt, ids, len(ids) - 1)
+        keys = keys_of(salt, ids, group.most_shared)
         best, most = None, max((one.length for one in self._prefixes.find(group).values()), default=0)
         for worker, disk in self._disks.items():
             if worker in self._placement.closed | self._failed:
@@ -261,8 +261,8 @@ class Disks:
             if any(one.worker != worker for one in path) or self._prefixes.is_moving(path):
                 continue
             resident = min(found // BLOCK, len(keys))
-            stop = (resident + disk.count_kept(keys, resident)) * BLOCK
-            if stop >= most + BLOCK:
+            kept = disk.count_kept(keys, resident)
+            if kept and (stop := (resident + kept) * BLOCK) >= most + BLOCK:
                 held = next((one.stop for one in path if one.holders), 0)
                 best, most, lacking = (worker, resident), stop, stop - min(held, resident * BLOCK)
         if best is None or lacking + AHEAD > self._placement.room(best[0]):

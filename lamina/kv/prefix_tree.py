@@ -366,11 +366,8 @@ def match(tree: PrefixTree, group: Group, home: str, placement: Placement) -> tu
     first = group.completions[0]
     if group.ids is None:
         group.ids = ids_of(group.known_tokens(first, 0, first.goal))
-    most = first.goal - 1
-    if group.request.params.reads_history:
-        most = min(most, group.prompt_length)  # replicas note generated tokens as they run
     node, length = tree.find(group.request.params.cache_salt, group.ids)
-    matched = min(length, most, _usable(node, home, placement))
+    matched = min(length, group.most_shared, _usable(node, home, placement))
     return node, tree.checkpoints.last(node, matched) if tree.checkpoints.window else matched, matched
 
 

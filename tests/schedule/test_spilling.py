@@ -12,6 +12,7 @@ from lamina.core import steps
 from lamina.core.requests import Group, ids_of
 from lamina.core.steps import Fetch, Spill, StepPlan
 from lamina.kv import disk as spill
+from lamina.kv import prefix_cache
 from lamina.kv.disk import Blocks, keys_of
 from lamina.schedule.admission import SHARE
 from lamina.schedule.moves import Range
@@ -270,6 +271,15 @@ def test_what_blocks_of_a_disk_continue_does_not_move_before_they_are_there() ->
     assert under_test.moves.movable(group, "memory0") == Range(0, 40, node=ANY) and not under_test.disks.held
 
 
+@pytest.mark.parametrize("drawn", [21, 29])
+def test_nothing_is_fetched_for_a_request_that_must_compute_its_tokens(drawn: int) -> None:
+    """A request that comes again after a restart shares only its prompt, because its draws depend on what it drew."""
+    under_test, _ = continued()
+    again = request("again", 20, max_tokens=50, repetition_penalty=1.5)
+    under_test.submit(again, {0: list(range(20, 20 + drawn))})
+    assert not under_test.disks.held and not step(under_test).fetches
+
+
 def test_nothing_is_fetched_behind_tokens_that_move() -> None:
     under_test, group = continued()
     assert under_test.moves.try_move(group, "memory0", "memory1", 30) == 30
@@ -292,6 +302,13 @@ def test_a_request_with_the_id_of_a_suspect_waits_for_its_blocks_and_then_until_
     assert not step(under_test).admitted and not under_test.disks.held and under_test.waiting == 1
     under_test.hold_back(NOBODY)
     assert [len(one.segments) for one in step(under_test).admitted] == [1] and under_test.waiting == 0
+
+
+def test_a_cached_prefix_too_short_for_a_fork_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_cache, "SHORTEST", 50)
+    under_test, _ = continued()
+    under_test.submit(request("short", 41, max_tokens=2))
+    assert not under_test.disks.held and not step(under_test).fetches
 
 
 def test_a_prefix_on_several_workers_is_not_copied() -> None:
