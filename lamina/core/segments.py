@@ -79,13 +79,16 @@ def moved(segments: Sequence[Segment], new: Segment) -> list[Segment]:
 
 
 def joined(segments: Iterable[Segment]) -> list[Segment]:
-    """Return segments, given by ascending token, with neighbours on one worker merged."""
+    """Return segments, given by ascending token, with neighbours on one worker merged, if they have the same heads."""
     result: list[Segment] = []
+    latest: dict[tuple[int, str, tuple[int, int]], int] = {}  # by sequence, worker and heads: a place in ``result``
     for segment in segments:
-        last = result[-1] if result else None
-        if last is not None and (last.worker, last.tokens[1]) == (segment.worker, segment.tokens[0]):
-            result[-1] = dataclasses.replace(last, tokens=(last.tokens[0], segment.tokens[1]))
+        key = segment.sequence, segment.worker, segment.heads
+        place = latest.get(key)
+        if place is not None and result[place].tokens[1] == segment.tokens[0]:
+            result[place] = dataclasses.replace(result[place], tokens=(result[place].tokens[0], segment.tokens[1]))
         else:
+            latest[key] = len(result)
             result.append(segment)
     return result
 

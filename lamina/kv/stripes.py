@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from lamina.core.heads import HeadShards
+from lamina.core.segments import joined
 from lamina.core.topology import Topology
 from lamina.core.types import Partition, Segment
 from lamina.kv.placement import AHEAD, NO_MEMBERS, WATERMARK, Placement, nowhere
@@ -179,21 +181,24 @@ class StripedPlacement(Placement):
         return {place for place, parts in self._parts.items() if any(worker in workers for worker, _ in parts)}
 
     def expand(self, segments: Iterable[Segment]) -> list[Segment]:
-        return [
+        """Convert segments as ``Placement.expand`` does, and merge neighbours as workers do when a sequence grows."""
+        return joined(
             dataclasses.replace(segment, worker=worker, heads=self._shards.range_of(part.start, part.stop))
             for segment in segments
             for worker, part in self._parts.get(segment.worker, ())
-        ]
+        )
 
     def collect(self, segments: Sequence[Segment]) -> list[Segment] | None:
-        whole, found = self._shards.whole, list[Segment]()
-        for _, each in itertools.groupby(sorted(segments, key=lambda one: one.tokens[0]), lambda one: one.tokens):
-            parts = list(each)
-            wanted = {(one.worker, one.heads) for one in parts}
-            place = next((place for place in self._parts if self._heads_of(place) == wanted), None)
-            if place is None:
-                return None
-            found.append(dataclasses.replace(parts[0], worker=place, heads=whole))
+        found = list[Segment]()
+        bounds = sorted({bound for one in segments for bound in one.tokens if bound is not None})
+        for start, stop in zip(bounds, [*bounds[1:], None], strict=True):
+            within = [one for one in segments if one.tokens[0] <= start and (one.tokens[1] or math.inf) > start]
+            if wanted := {(one.worker, one.heads) for one in within}:
+                place = next((place for place in self._parts if self._heads_of(place) == wanted), None)
+                if place is None:
+                    return None
+                whole = dataclasses.replace(within[0], worker=place, heads=self._shards.whole, tokens=(start, stop))
+                found.append(whole)
         return found
 
     def _heads_of(self, place: str) -> set[tuple[str, tuple[int, int]]]:

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from lamina.core.errors import RequestError
 from lamina.core.heads import HeadShards
 from lamina.core.pipeline import Pipeline
+from lamina.core.segments import grown
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Segment
 from lamina.kv.stripes import StripedPlacement, stripes
@@ -159,3 +161,22 @@ def test_requests_on_the_ranks_of_a_replica_have_its_memory_and_what_all_share()
     ]
     one.apply_topology(whole.without(["compute0", "compute1"]))
     assert one.beyond(0) == one.beyond(1) == frozenset() and one.reserved[replicas[1]] == 150
+
+
+@pytest.mark.parametrize("shards", [2, 3, 4])
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_workers_have_the_segments_that_places_stand_for(workers: int, shards: int) -> None:
+    """Workers add one segment after another, and know no places. Stripes from before a worker joined share parts."""
+    capacities = {f"memory{index}": 100 for index in range(workers)}
+    under_test = StripedPlacement(capacities, HeadShards(shards, shards))
+    for place in list(under_test.capacities):
+        under_test.reserve_on(place, 1)
+    under_test.apply_topology(topology({**capacities, "joined": 100}))
+    draw, on_places, on_workers = Random(0), list[Segment](), list[Segment]()
+    for position in range(100):
+        new = Segment(1, draw.choice(list(under_test.capacities)), (0, shards), (position, None))
+        on_places = grown(on_places, new)
+        for part in under_test.expand([new]):
+            on_workers = grown(on_workers, part)
+    assert set(under_test.expand(on_places)) == set(on_workers)
+    assert under_test.collect(on_workers) == on_places
