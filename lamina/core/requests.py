@@ -40,6 +40,7 @@ class Completion:
         finished: True once it draws no more tokens.
         retired: True once the completion waits for the release of its KV.
         released: True once a plan has released its KV.
+        dropped: True once it has ended and memory workers keep nothing of its KV, although no plan has released it.
         answered: for a beam: its last token has run, and its possible continuations have arrived, but none is chosen.
     """
 
@@ -55,6 +56,7 @@ class Completion:
     finished: bool = False
     retired: bool = False
     released: bool = False
+    dropped: bool = False
     until: int = 0
     answered: bool = False
 

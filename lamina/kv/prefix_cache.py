@@ -366,7 +366,7 @@ class PrefixCache:
         first, stop = group.completions[0], group.prompt_length
         if not self._trees or not group.unshared or not group.alive or first.cached < stop:
             return
-        if first.released or self._is_leaving(first):
+        if first.released or first.dropped or self._is_leaving(first):
             return
         if self._window:
             stop -= 1  # the same prompt may come again, and must compute its last token
@@ -447,7 +447,7 @@ class PrefixCache:
 
     def keepable(self, group: Group, completion: Completion) -> int:
         """Return the number of tokens of an ended completion that other requests may share."""
-        if group.suspect or not self._trees or self._is_leaving(completion):
+        if group.suspect or completion.dropped or not self._trees or self._is_leaving(completion):
             return 0
         length = group.stored_tokens(completion)
         exists = completion is group.completions[0] or length > group.prompt_length

@@ -421,7 +421,7 @@ class Remains:
 
 
 def kept(lanes: Sequence[Lane], prefixes: PrefixCache, workers: Iterable[str]) -> dict[str, dict[int, int]]:
-    """Return ``Remains.kept`` for the present state, in which no step is in flight."""
+    """Return ``Remains.kept`` for the present state, in which no step is in flight, and mark what it leaves out."""
     kept: dict[str, dict[int, int]] = {worker: {} for worker in workers}
     for group in (group for own in lanes for group in own.running if group not in own.dealt):
         completions = group.alive if group.forked else group.completions[:1]
@@ -432,6 +432,8 @@ def kept(lanes: Sequence[Lane], prefixes: PrefixCache, workers: Iterable[str]) -
         if length := prefixes.keepable(group, completion):
             for segment in completion.segments:
                 kept[segment.worker][completion.sequence] = length
+        else:  # unless others are forked from it, workers drop it: a worker that leaves now may stay after all
+            completion.dropped = not group.is_forked_from(completion)
     for worker in kept:
         kept[worker] |= prefixes.sequences(worker)
     return kept

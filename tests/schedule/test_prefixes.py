@@ -3,12 +3,18 @@
 import pytest
 from hypothesis import given
 
+from lamina.core.pipeline import Pipeline
+from lamina.core.topology import FIRST, Member, Topology
 from tests.support.clusters import Course
 from tests.support.lossy_clusters import LOSSES, Caching, shared_prefix_requests
 from tests.support.schedules import LIMITS, plan_of, request, scheduler
 from tests.support.sweep import MANY_EXAMPLES
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
+
+COMPUTES = [Member(name, "compute", "cpu", "") for name in ("compute0", "compute1")]
+MEMORIES = [Member(name, "memory", "cpu", "", 60) for name in ("memory0", "memory1")]
+TOPOLOGY = Topology(FIRST, (*COMPUTES, *MEMORIES), Pipeline(2, 2))
 
 
 @pytest.mark.parametrize("second", [0, 1])
@@ -54,3 +60,20 @@ def test_a_dropped_request_shares_what_it_had_but_generated_tokens_run_again_for
     (chunk,) = plan.chunks
     assert chunk.start == (6 if penalty else 10) and chunk.stop == 11
     assert plan.forks[-1].child == chunk.sequence and plan.forks[-1].tokens == chunk.start
+
+
+def test_what_a_leaving_worker_has_dropped_is_not_cached_if_the_worker_stays() -> None:
+    """An epoch ends while a worker leaves that holds a request that has just ended."""
+    under_test = scheduler({"memory0": 60, "memory1": 60}, prefix_cache=True)
+    group = under_test.submit(request("0", 14, max_tokens=9))
+    (home,) = {segment.worker for segment in plan_of(under_test).admitted[0].segments}
+    under_test.complete(0)
+    plan_of(under_test)
+    under_test.drain(home)
+    under_test.abort("0")
+    remains = under_test.end_epoch(TOPOLOGY.without(["compute1"]))
+    assert remains.kept == {"memory0": {}, "memory1": {}}
+    under_test.resume(home)
+    plan = plan_of(under_test)
+    assert plan.released == [group.completions[0].sequence] and not plan.forks
+    assert not under_test.placement.idle[home] and not under_test.placement.reserved[home]
