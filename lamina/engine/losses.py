@@ -31,6 +31,14 @@ class Complaints:
         """Record that ``reporter`` cannot reach ``worker``."""
         self._reasons.setdefault((reporter, worker), (reason, now))
 
+    def about(self, workers: Collection[str], reporters: Collection[str]) -> dict[str, str]:
+        """Return those of ``workers`` that some of ``reporters`` cannot reach, with a reason."""
+        return {
+            worker: f"{reporter}: {reason}"
+            for (reporter, worker), (reason, _) in self._reasons.items()
+            if worker in workers and reporter in reporters
+        }
+
     def keep_members(self, topology: Topology) -> None:
         """Forget complaints by or about workers that are not members of ``topology``."""
         self._reasons = {
@@ -118,12 +126,19 @@ class Watch:
         self._topology = topology
         self._complaints = Complaints()
         self._failures: dict[str, Failed] = {}  # by worker: its message about its own failure
+        self._left = set[str]()  # workers that have left in this epoch
+        self._cut: dict[str, str] = {}  # by worker of ``_left``: why a member could not reach it, and stopped its steps
         # By lane: time and worker of the last progress of a step, the least recent first.
         self._progress: dict[int, tuple[float, str]] = {}
         self._moves: dict[int, tuple[KvMove, float]] = {}  # by number: moves in progress with their deadlines
 
     def apply_topology(self, topology: Topology) -> None:
         """Watch only members of ``topology`` from now on."""
+        if topology.epoch == self._topology.epoch:
+            self._left = (self._left | self._topology.names) - topology.names
+            self._cut |= self._complaints.about(self._left, topology.names)
+        else:
+            self._left, self._cut = set(), {}
         self._topology = topology
         self._complaints.keep_members(topology)
         self._failures = {worker: message for worker, message in self._failures.items() if worker in topology.names}
@@ -145,9 +160,14 @@ class Watch:
         self._failures[worker] = message
 
     def complain(self, reporter: str, worker: str, reason: str) -> None:
-        """Record that ``reporter`` cannot reach ``worker``, whose process may still run."""
-        if worker in self._topology.names:  # the engine may know of the worker's loss already
+        """Record that ``reporter`` cannot reach ``worker``, whose process may still run.
+
+        A member that did not know yet that ``worker`` has left has stopped its steps until the epoch ends.
+        """
+        if worker in self._topology.names:
             self._complaints.report(reporter, worker, reason, self._control.liveness.awake_s)
+        elif worker in self._left and reporter in self._topology.names:  # else the epoch has ended without it
+            self._cut[worker] = f"{reporter}: {reason}"
 
     @property
     def ended(self) -> dict[str, str]:
@@ -161,13 +181,20 @@ class Watch:
         return failed | self.ended.keys()
 
     def lost(self) -> dict[str, LaminaError]:
-        """Return lost members with the cause; some of their processes may still run."""
+        """Return lost workers with the cause; some of their processes may still run.
+
+        They are members, or have left in this epoch, which must end because a member has stopped its steps.
+        """
         self.silent = self._control.liveness.suspects()
-        if not (self.silent or self._failures or self._complaints or self._workers.ended()):  # nearly always
-            return {}
+        if not (self.silent or self._failures or self._complaints or self._cut or self._workers.ended()):
+            return {}  # nearly always
         lost: dict[str, LaminaError] = {worker: exited(worker, reason) for worker, reason in self.ended.items()}
         lost |= {worker: silence({worker: s}) for worker, s in self._control.liveness.lost().items()}
         lost |= {worker: self._cause(worker, message) for worker, message in self._failures.items()}
+        lost |= {
+            worker: TransportError(f"worker {worker} was lost as it left: {reason}")
+            for worker, reason in self._cut.items()
+        }
         if not lost and (due := self._complaints.due(self._topology, self._control.liveness.awake_s)) is not None:
             worker, reason = due
             lost[worker] = TransportError(f"worker {worker} cannot be reached, although its process runs: {reason}")

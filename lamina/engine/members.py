@@ -229,7 +229,7 @@ class Members:
         }
 
     def on_workers_lost(self, lost: Mapping[str, LaminaError]) -> str | None:
-        """End the epoch, continue without the lost workers, and start replacements.
+        """End the epoch, continue without the lost workers, and start replacements for those that have not left.
 
         If a role has no worker left, requests wait for a replacement; raises the reason for the loss if the lost worker
         may not be replaced.
@@ -242,12 +242,12 @@ class Members:
         stuck = self._stuck_in_sums() - lost.keys()
         early = f"ranks on GPUs cannot leave a sum, and a step has ended early: {next(iter(lost.values()))}"
         lost = {**lost, **{name: WorkerError(name, early) for name in sorted(stuck)}}
-        role = self.topology.lacks(lost)
-        if role is not None and (pools is None or not pools.may_replace(role)):
-            roles = {member.name: member.roles for member in self.topology.members}
-            raise next(why for name, why in lost.items() if role in roles[name])
+        role, roles = self.topology.lacks(lost), {member.name: member.roles for member in self.topology.members}
+        last = [why for name, why in lost.items() if role in roles.get(name, ())]
+        if role is not None and last and (pools is None or not pools.may_replace(role)):
+            raise last[0]
         deaths = self._deaths(lost)
-        for worker in lost:
+        for worker in [one for one in lost if one in self.topology.names]:  # ``pools`` ends those that have left
             self._workers.kill_worker(worker, cut=True)
         now = self._control.liveness.awake_s
         lost_at = now if self._ending is None else self._ending.lost_at

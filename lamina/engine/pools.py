@@ -234,7 +234,7 @@ class Pools:
         self, lost: Mapping[str, LaminaError], topology: Topology, uncounted: Collection[str] = ()
     ) -> None:
         """Members are lost, whole replicas of them, and the epoch of ``topology`` begins. Workers of the same kinds are
-        started for them.
+        started for them. ``lost`` may also have workers that have left, for which nothing is done.
 
         Args:
             uncounted: Members that are replaced at once, and not counted as losses: the search for a request that makes
@@ -248,6 +248,8 @@ class Pools:
         self.topology = topology
         self._joins.interrupt(next(iter(lost)))
         for name, reason in lost.items():
+            if name not in members:
+                continue
             if self._turning.pop(name, None) is not None:  # the worker in its place has the other role from the start
                 self._note(name)
             if name in self._leaves.names:

@@ -1,5 +1,8 @@
 """Which workers are given up, and when an epoch has ended."""
 
+from unittest.mock import Mock
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -7,7 +10,7 @@ from lamina.control.messages import EpochEnded
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import Epoch, Member, Topology
 from lamina.engine import losses
-from lamina.engine.losses import Complaints, Ending, blamed
+from lamina.engine.losses import Complaints, Ending, Watch, blamed
 
 FIRST = Epoch(7, 1)
 MEMBERS = (
@@ -85,3 +88,30 @@ def test_a_topology_without_a_worker_is_the_next_epoch() -> None:
     assert after.without(["memory0"]).capacities == {"memory1": 60}
     assert after.without(["memory0"]).pipeline == after.pipeline
     assert after.lacks(["compute1"]) == "compute" and after.lacks(["memory0", "memory1"]) == "memory"
+
+
+def watching() -> Watch:
+    control, workers, turn = Mock(), Mock(), Mock()
+    control.liveness.awake_s = 0.0
+    control.liveness.suspects = control.liveness.lost = workers.ended = lambda: {}
+    return Watch(control, workers, turn, TOPOLOGY)
+
+
+@pytest.mark.parametrize("complained", ["before", "after"])
+def test_a_member_that_cannot_reach_a_worker_as_it_leaves_ends_the_epoch(complained: str) -> None:
+    """The member has stopped its steps, and only the next epoch lets it run them again."""
+    left = TOPOLOGY.left(["memory1"], TOPOLOGY.pipeline)
+    watch = watching()
+    if complained == "before":
+        watch.complain("compute0", "memory1", "no route")
+        assert not watch.lost()
+    watch.apply_topology(left)
+    if complained == "after":
+        watch.complain("engine", "memory1", "no route")
+        assert not watch.lost()
+        watch.complain("compute0", "memory1", "no route")
+    (worker,), (why,) = zip(*watch.lost().items(), strict=True)
+    assert worker == "memory1" and "as it left: compute0: no route" in str(why)
+    watch.apply_topology(left.without(["memory1"]))
+    watch.complain("compute1", "memory1", "no route")
+    assert not watch.lost(), "all members have stopped their steps for the new epoch"

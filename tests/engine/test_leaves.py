@@ -110,6 +110,19 @@ def pools_of(
     return Pools(control, workers, fabric, topology, turn, lambda following: 1, lambda host: 0, 8, wanted)
 
 
+def test_a_worker_that_has_left_is_not_replaced_when_its_loss_ends_the_epoch() -> None:
+    pools = pools_of(TOPOLOGY)
+    pools.resize({"memory": PoolChange(-1, "")}, Resize())
+    pools.turn(steady=True)
+    (leaver,) = TOPOLOGY.names - pools.topology.names
+    assert pools.states[leaver] == "parting"
+    following = pools.topology.without([leaver])
+    pools.on_workers_lost({leaver: TransportError("killed")}, following)
+    pools.turn(steady=False)
+    assert pools.topology == following and pools.states == {leaver: "parting"}
+    assert pools.wanted["memory"] == 1 and not pools.starts("memory")
+
+
 def test_an_emptied_worker_stays_while_the_other_pool_has_none() -> None:
     """A topology has members of both roles whenever one leaves: the replacement enters first."""
     pools = pools_of(TOPOLOGY)
