@@ -228,11 +228,6 @@ class ComputeWorker(WorkerLoop):
     def _change_members(self, topology: Topology) -> None:
         own = self._control.name
         peers = [member.name for member in topology.members if member.name != own]
-        own_rank = topology.ranks_of(own).index(own)
-        lenders = topology.computes[own_rank :: topology.pipeline.ranks] if topology.pipeline.lends else ()
-        for name in (*topology.memories, *lenders):
-            if name != own and not self._links.has(name):
-                self._fence.on_newcomer_lost(name)
         known = {*self._mail.channels, *topology.ranks_of(own)}
         new = [name for name in peers if name not in known and self._links.has(name)]
         joined = {name: self._links.channel(name) for name in new}

@@ -181,9 +181,6 @@ class MemoryWorker(WorkerLoop):
         self._device_steps.change_channels(self._channels, topology.pipeline, topology.computes)
 
     def _change_members(self, topology: Topology) -> None:
-        for peer in topology.names - {self._links.name}:
-            if not self._links.has(peer):
-                self._fence.on_newcomer_lost(peer)
         self._puller.drop_queued(topology.names)
         kept = {name: channel for name, channel in self._channels.items() if name in topology.computes}
         new = [name for name in topology.computes if name not in kept and self._links.has(name)]

@@ -69,9 +69,11 @@ class Fence:
         self._links.disconnect_for_good(error.peer)
         self._stop(error)
 
-    def on_newcomer_lost(self, peer: str) -> None:
-        """Report to the engine that a new member was lost before it was linked. Steps stop until the epoch ends."""
-        self._stop(PeerLostError(peer, "it was lost while it joined"))
+    def check_links(self) -> None:
+        """Report to the engine the members whose links were cut before they joined. Steps stop until the epoch ends."""
+        for peer in self._links.peers:
+            if not self._links.has(peer):
+                self._stop(PeerLostError(peer, "it was lost while it joined"))
 
     def _stop(self, error: PeerLostError) -> None:
         self._lost = True
@@ -170,6 +172,7 @@ class WorkerLoop:
             self._recall()
         elif isinstance(message, Change):
             self._links.change_members(message.topology)
+            self._fence.check_links()
             self._change_members(message.topology)
             self._control.send(Changed(message.number))
         elif isinstance(message, Grant | Link | Forget):

@@ -347,3 +347,16 @@ def test_an_epoch_does_not_begin_without_a_peer_whose_link_was_cut_before_a_chan
     assert isinstance(ended, EpochEnded)
     assert cut in ended.missing
     assert not worker.fence.open
+
+
+@pytest.mark.parametrize("lost", NAMES[1:])
+def test_a_worker_of_any_role_that_was_lost_before_it_became_a_member_stops_steps(lost: str) -> None:
+    workers = Cluster().workers
+    own = workers["compute0"]
+    own.links.change_members(ALL.left([lost], ALL.pipeline))
+    assert own.links.drop_newcomer(lost)
+    own.links.change_members(ALL)
+    own.fence.check_links()
+    assert [one.peer for one in own.control.sent if isinstance(one, PeerLost)] == [lost] and not own.fence.open
+    own.end_epoch(ALL.without([lost]))
+    assert lost not in own.links.peers
