@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import Simulation
 
 MOST_OPEN = 16  # requests: clients wait while there are so many
+MOST_POISON = 2  # of these: the first death by each is replaced up to ``liveness.MOST_WAIT_S`` later, within ``CALM_S``
 ABORT_S = 5.0  # after an abort, at most, for the last tokens to arrive while nothing stops engine or frontend
 
 Part = tuple[int, Sequence[int], FinishReason | None]
@@ -83,6 +84,8 @@ class Clients:
         if asked is None:
             return
         self._run.world.call_later(asked.next_s, self.request)
+        if asked.poison and sum(one.asked.poison and not one.finished for one in self.sent) >= MOST_POISON:
+            return
         n = asked.params.n
         sent = Sent(len(self.sent), asked, [[] for _ in range(n)], [None] * n)
         if self._run.frontends.living:
