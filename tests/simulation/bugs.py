@@ -144,10 +144,10 @@ BUGS = [
         "05440609",
         "lamina/kv/prefix_cache.py",
         """\
-        if first.released or self._is_leaving(first):
+        if first.released or first.dropped or self._is_leaving(first):
 """,
         """\
-        if self._is_leaving(first):
+        if first.dropped or self._is_leaving(first):
 """,
     ),
     Bug(
@@ -261,6 +261,40 @@ FOUND = [
         """\
         return False
 """,
+    ),
+    Bug(
+        "keeps_dropped",
+        "The prefix cache keeps what a leaving worker dropped as an epoch ended, because the worker stays after all.",
+        "f4bb207f",
+        "lamina/schedule/lane.py",
+        """\
+            completion.dropped = not group.is_forked_from(completion)
+""",
+        """\
+            completion.dropped = False
+""",
+    ),
+    Bug(
+        "left_unreached",
+        "A member that loses the link to a worker, and does not know yet that it has left, runs no step any more.",
+        "bf7da0dc",
+        "lamina/engine/losses.py",
+        """\
+            self._cut[worker] = f"{reporter}: {reason}"
+""",
+        """\
+            pass
+""",
+    ),
+    Bug(
+        "joins_unlinked",
+        "A replica sends its context to a new one that died before it became a member.",
+        "253de71e",
+        "lamina/worker/loop.py",
+        """\
+            self._fence.check_links()
+""",
+        "",
     ),
 ]
 """Faults that the simulation has found (``tests.simulation.cases`` brings some of them about)."""
