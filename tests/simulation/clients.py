@@ -129,6 +129,10 @@ class Clients:
             return False
         sent.asked = asked = replace(sent.asked, cuts={})
 
+        def on_submitted() -> None:
+            if sent.aborted_at is not None:  # meanwhile; ``engine.streams`` aborts again, too
+                self._abort(sent)
+
         def on_refused(why: str) -> None:
             if any(sent.drawn):
                 self._run.failure = self._run.failure or Broken(f"{sent.name}, which is refused, has drawn tokens")
@@ -140,7 +144,7 @@ class Clients:
 
         params = replace(asked.params, seed=asked.seed)
         submission = Submission(sent.name, asked.prompt, params, on_update)
-        one.submit(submission, Client(asked.client, asked.client), on_refused)
+        one.submit(submission, Client(asked.client, asked.client), on_submitted, on_refused)
         return True
 
     def on_frontend_exit(self, frontend: str) -> None:

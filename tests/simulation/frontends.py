@@ -304,7 +304,13 @@ class Frontend:
             self.remote._send(FrontendHello())
             self._world.call_later(HELLO_S, self._greet)
 
-    def submit(self, submission: Submission, client: Client, on_refused: Callable[[str], None]) -> None:
+    def submit(
+        self,
+        submission: Submission,
+        client: Client,
+        on_submitted: Callable[[], None],
+        on_refused: Callable[[str], None],
+    ) -> None:
         """Send a request in a thread of its own, as the server does. ``on_refused`` gets the reason if it fails."""
         remote = self.remote
         assert remote is not None
@@ -314,6 +320,8 @@ class Frontend:
                 remote.submit_all([submission], client)
             except LaminaError as error:
                 on_refused(str(error))
+            else:
+                on_submitted()
 
         task = Task(self._world, f"{self.name} submits", body, lambda reason: self._tasks.remove(task))
         self._tasks.append(task)
