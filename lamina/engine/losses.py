@@ -189,7 +189,8 @@ class Watch:
         if not (self.silent or self._failures or self._complaints or self._cut or self._workers.ended()):
             return {}  # nearly always
         lost: dict[str, LaminaError] = {worker: exited(worker, reason) for worker, reason in self.ended.items()}
-        lost |= {worker: silence({worker: s}) for worker, s in self._control.liveness.lost().items()}
+        silent = {worker: s for worker, s in self._control.liveness.lost().items() if worker in self._topology.names}
+        lost |= {worker: silence({worker: s}) for worker, s in silent.items()}
         lost |= {worker: self._cause(worker, message) for worker, message in self._failures.items()}
         lost |= {
             worker: TransportError(f"worker {worker} was lost as it left: {reason}")

@@ -1,5 +1,7 @@
 """Which workers are given up, and when an epoch has ended."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from unittest.mock import Mock
 
 import pytest
@@ -90,10 +92,11 @@ def test_a_topology_without_a_worker_is_the_next_epoch() -> None:
     assert after.lacks(["compute1"]) == "compute" and after.lacks(["memory0", "memory1"]) == "memory"
 
 
-def watching() -> Watch:
+def watching(silent: Mapping[str, float] = MappingProxyType({})) -> Watch:
     control, workers, turn = Mock(), Mock(), Mock()
     control.liveness.awake_s = 0.0
-    control.liveness.suspects = control.liveness.lost = workers.ended = lambda: {}
+    control.liveness.suspects = control.liveness.lost = lambda: silent
+    workers.ended = lambda: {}
     return Watch(control, workers, turn, TOPOLOGY)
 
 
@@ -115,3 +118,9 @@ def test_a_member_that_cannot_reach_a_worker_as_it_leaves_ends_the_epoch(complai
     watch.apply_topology(left.without(["memory1"]))
     watch.complain("compute1", "memory1", "no route")
     assert not watch.lost(), "all members have stopped their steps for the new epoch"
+
+
+def test_a_silent_worker_that_is_no_member_is_not_a_loss() -> None:
+    """Such a worker is joining or has left: nothing of the epoch depends on it."""
+    watch = watching({"memory1": 14.0, "memory2": 14.0})
+    assert watch.lost().keys() == {"memory1"}
