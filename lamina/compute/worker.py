@@ -370,6 +370,8 @@ class ComputeWorker(WorkerLoop):
             if self._replica.begins(plan):
                 self._queue_answer(StepDone(plan.step, []))
             return
+        if self._fence.lost:  # perhaps a new member, which has no channel although it is to hold KV of this step
+            return
         lane = self._lanes[plan.lane]
         rows = self._runner.padded(plan.row_count)
         segments, shards = self._sequences.segments, self._shards

@@ -46,18 +46,19 @@ class Fence:
 
     Attributes:
         epoch: Current epoch. The worker ignores plans of earlier epochs.
+        lost: Whether a member is lost: no step of the epoch may run any more.
     """
 
     def __init__(self, control: ControlClient, links: Links, epoch: Epoch) -> None:
         self._control, self._links = control, links
         self.epoch = epoch
-        self._lost = False  # a peer is lost: no step may run before the epoch ends
+        self.lost = False
         self._missing: list[str] = []  # peers whose messages of an earlier epoch may still arrive
 
     @property
     def open(self) -> bool:
         """Whether steps may run."""
-        return not self._lost and not self._missing
+        return not self.lost and not self._missing
 
     def on_peer_lost(self, error: PeerLostError) -> None:
         """Cut the link to a lost peer and report the loss to the engine. Steps stop until the epoch ends.
@@ -76,14 +77,14 @@ class Fence:
                 self._stop(PeerLostError(peer, "it was lost while it joined"))
 
     def _stop(self, error: PeerLostError) -> None:
-        self._lost = True
+        self.lost = True
         self._control.send(PeerLost(error.peer, str(error)))
 
     def begin_epoch(self, topology: Topology) -> None:
         """Begin the epoch of ``topology`` and ring all peers. The caller has dropped its steps in flight."""
         if topology.epoch.incarnation > self.epoch.incarnation:  # another engine, which has ended all other processes
             self._links.remove_leavers()
-        self.epoch, self._lost = topology.epoch, False
+        self.epoch, self.lost = topology.epoch, False
         self._links.apply_topology(topology)
         self._missing = list(self._links.peers)
         for peer in self._missing:
@@ -96,7 +97,7 @@ class Fence:
         Raises PeerLostError.
         """
         linked = [peer for peer in self._missing if self._links.has(peer)]
-        if self._lost or not linked:
+        if self.lost or not linked:
             return self._control.poll(SLICE_S)
         try:
             index = wait([(self._links.bell(peer), _ring_value(self.epoch)) for peer in linked], SLICE_S)

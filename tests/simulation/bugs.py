@@ -251,6 +251,22 @@ FOUND = [
 """,
     ),
     Bug(
+        "rotates_to_lost",
+        "A replica that dies before it becomes a member gets the context of rotating lanes, to which no link is left.",
+        "253de71e",
+        "lamina/worker/loop.py",
+        "            self._fence.check_links()\n",
+        "",
+    ),
+    Bug(
+        "plans_for_lost",
+        "A plan puts KV on a replica that has died before it became a member, and to which no channel is left.",
+        "this one",
+        "lamina/compute/worker.py",
+        "        if self._fence.lost:  #",
+        "        if False:  #",
+    ),
+    Bug(
         "draws_released",
         "A rank that waits for its last sum of a step forgets sequences for which it has yet to draw.",
         "39c46c92",

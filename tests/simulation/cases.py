@@ -74,7 +74,8 @@ def _layout(
     knobs: Mapping[tuple[str, str], object] = MappingProxyType({}),
     **settings: Any,
 ) -> Layout:
-    chosen: dict[str, Any] = {"kv_cache_memory_bytes": 250_000, "max_num_batched_tokens": 16} | settings
+    usual: dict[str, Any] = {"kv_cache_memory_bytes": 250_000, "max_num_batched_tokens": 16, "pipelining": "fixed"}
+    chosen = usual | settings
     config = EngineConfig(
         compute=f"cpu:{computes}",
         prefill=f"cpu:{prefill}" if prefill else None,
@@ -85,7 +86,6 @@ def _layout(
         generation_config="none",
         max_restarts=1000,
         max_num_seqs=8,
-        pipelining="fixed",
         **chosen,
     )
     return Layout(computes + prefill, memories, False, config, {"control": jitter}, pace, knobs)
@@ -164,6 +164,16 @@ CASES = [
         ],
         _faults((0.1, "kill", 0.0, ONE, {}, ["moved"])),
         chances={"look": 0.9, "move": 0.9},
+    ),
+    Case(
+        # A replica dies once it is linked. The other one notices, and then learns that the replica is a member.
+        "rotates_to_lost",
+        _layout(1, 1, pace=Pace(slice_s=0.02), pipelining="rotational", lanes=2),
+        [_asked(range(20), 60), _asked(range(20, 40), 60)],
+        _faults(
+            (0.3, "scale", 0.0, 0.0, {"compute": 1}, []),
+            (0.3, "kill", 0.0, ONE, {}, ["linked"]),
+        ),
     ),
     Case("aborted_twice", _layout(1, 1), [_asked(range(20), 20, abort_at=0.1)], []),
 ]

@@ -123,6 +123,14 @@ def test_a_rank_that_forgets_too_early_is_found() -> None:
 
 
 @pytest.mark.slow
+def test_a_plan_is_not_run_if_a_worker_that_it_needs_died_while_it_joined() -> None:
+    """Other workers have seen its death, and the engine has not."""
+    run = "--seed", 700038, "--steps", 540, "--no-shrink"
+    simulate(*run)
+    assert "KeyError" in simulate(*run, "--bug", "plans_for_lost", status=1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_case_finds_its_fault(case: Case) -> None:
     assert f"FAILED: case {case.name}" in simulate("--case", case.name, "--bug", case.name, status=1)
