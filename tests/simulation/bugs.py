@@ -251,17 +251,9 @@ FOUND = [
 """,
     ),
     Bug(
-        "rotates_to_lost",
-        "A replica that dies before it becomes a member gets the context of rotating lanes, to which no link is left.",
-        "253de71e",
-        "lamina/worker/loop.py",
-        "            self._fence.check_links()\n",
-        "",
-    ),
-    Bug(
         "plans_for_lost",
         "A plan puts KV on a replica that has died before it became a member, and to which no channel is left.",
-        "this one",
+        "54c6b90f",
         "lamina/compute/worker.py",
         "        if self._fence.lost:  #",
         "        if False:  #",

@@ -167,7 +167,7 @@ CASES = [
     ),
     Case(
         # A replica dies once it is linked. The other one notices, and then learns that the replica is a member.
-        "rotates_to_lost",
+        "joins_unlinked",
         _layout(1, 1, pace=Pace(slice_s=0.02), pipelining="rotational", lanes=2),
         [_asked(range(20), 60), _asked(range(20, 40), 60)],
         _faults(
