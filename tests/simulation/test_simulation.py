@@ -109,7 +109,7 @@ def test_cases_that_have_brought_faults_about_pass() -> None:
     ]
 
 
-DRAWN_LATE = "--seed", 620010, "--steps", 150, "--faults", "", "--no-shrink"
+DRAWN_LATE = "--seed", 620010, "--steps", 400, "--faults", "", "--no-shrink"
 
 
 def test_a_rank_draws_before_it_forgets_a_sequence_that_rank_0_has_drawn_for() -> None:
