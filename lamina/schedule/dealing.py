@@ -147,15 +147,15 @@ class Dealer:
             return None
         waiting = self._admissions.upcoming(MOST_DEALT)
         fit = [one for one in waiting if not one.searches and self._placement.fitting(one.to_run, len(one.completions))]
-        homes = {
-            one: self.seats.emptiest_to_decode if one.searches else self.seats.emptiest
-            for one in waiting
-            if one not in fit
-        }
         loads = [self._load(self._lanes[lane]) for lane in self.seats.lanes(decode=False) if self.rows_left(lane) > 0]
         spreads = self._policy.deal([one.to_run for one in fit], loads, self._now) if fit and loads else ()
-        for group, spread in zip(fit, spreads, strict=False):  # the others wait on
-            homes[group], group.allocated = spread.home, spread.lanes
+        dealt = dict(zip(fit, spreads, strict=False))  # the other fitting requests wait on
+        homes = dict[Group, int]()
+        for group in waiting:  # in this order, since a request that does not fit may hold up those behind it
+            if (spread := dealt.get(group)) is not None:
+                homes[group], group.allocated = spread.home, spread.lanes
+            elif group not in fit:
+                homes[group] = self.seats.emptiest_to_decode if group.searches else self.seats.emptiest
         return homes
 
     def _load(self, lane: Lane) -> LaneLoad:

@@ -159,6 +159,15 @@ def test_a_policy_of_lanes_deals_the_request_that_slots_are_reserved_for(patienc
         turns.go_on()
 
 
+def test_a_policy_of_lanes_admits_no_beam_search_before_an_earlier_request() -> None:
+    """It could not get past a request that slots are reserved for, and nothing would run."""
+    under_test = scheduler({"memory0": 200}, 1, Limits(4, 32, 200), policy=LoongServe())
+    first = under_test.submit(request("first", 5, max_tokens=2))
+    search = under_test.submit(request("search", 5, max_tokens=2, n=4, use_beam_search=True))
+    under_test.plan(0)
+    assert (first.lane, search.lane) == (0, -1)
+
+
 def test_a_request_with_many_completions_gets_its_seats_from_a_flood_of_single_ones(patience: int) -> None:
     under_test = scheduler({"memory0": 10_000}, limits=Limits(16, 64, 128))
     turns = Turns(under_test, 1)
