@@ -211,8 +211,7 @@ def _take_over(
     config = sizing.fit_lanes(config, len(kinds["compute"]))
     local = saved.compute_setup.local
     plan = sizing.cluster_plan(config, model, eos, kinds, saved.greetings, is_open=False, trace=trace, local=local)
-    # As at the start, however many workers are left: joining workers have to fit them.
-    plan = dataclasses.replace(plan, limits=saved.limits, compute_setup=saved.compute_setup)
+    plan = saved.restore(plan)
     names = [member.name for member in saved.topology.members]
     control = ControlServer(names, home.supervisor_pid, secret=Secret(home.secret), listener=home.listener)
     try:

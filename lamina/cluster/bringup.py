@@ -309,6 +309,15 @@ class Saved(msgspec.Struct, frozen=True):
             dict(wanted),
         )
 
+    def restore(self, plan: ClusterPlan) -> ClusterPlan:
+        """Return a plan for the workers that are left with what was decided at the start, for more or fewer workers.
+
+        Workers have reserved memory for these limits, and joining workers have to fit them and the lanes.
+        """
+        return dataclasses.replace(
+            plan, limits=self.limits, compute_setup=self.compute_setup, pipeline=self.topology.pipeline
+        )
+
     def kinds(self) -> dict[Role, dict[str, str]]:
         """Return the kinds of the workers by role. Raises TransportError if a role has no worker left."""
         if (role := self.topology.lacks(())) is not None:
@@ -322,9 +331,10 @@ class Saved(msgspec.Struct, frozen=True):
 def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterPlan, saved: Saved) -> Cluster:
     """Return the cluster of the remaining workers, which keep the KV that completed steps have computed.
 
+    ``plan``: see ``Saved.restore``.
+
     Raises TransportError if a role has no worker left, or workers do not answer.
     """
-    plan = _without_impossible_rotation(plan, len(saved.loaded.attentions) + 1)
     fabric = _fabric_of(workers, plan, saved.loaded, saved.memory_setup)
     before, last = saved.topology, saved.topology.epoch
     before = msgspec.structs.replace(before, epoch=Epoch(last.incarnation + 1, last.number))

@@ -19,9 +19,14 @@ from lamina.text.tokenizer import Tokenizer
 from tests.support.bare_cluster import bare_cluster
 
 
-def test_the_limits_are_those_of_the_start_however_many_replicas_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers have reserved memory for them, and the lost replicas are replaced."""
-    config, model = EngineConfig(compute="cpu:2", memory="cpu:1", max_num_seqs=4), directory.find(None)
+def test_limits_and_lanes_are_those_of_the_start_however_many_replicas_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Workers have reserved memory for them, and the lost replicas are replaced.
+
+    From these settings alone, two lanes on one replica would rotate, and two replicas would run one each.
+    """
+    config, model = EngineConfig(compute="cpu:2", memory="cpu:1", max_num_seqs=4, lanes=2), directory.find(None)
     kinds: Any = {"compute": {"compute0": "cpu", "compute1": "cpu"}, "memory": {"memory0": "cpu"}}
     greetings = {name: Hello("here", __version__, cores=[0]) for name in ("compute0", "compute1", "memory0")}
     plan = sizing.cluster_plan(config, model, [], kinds, greetings, is_open=False, trace=False)
@@ -40,5 +45,6 @@ def test_the_limits_are_those_of_the_start_however_many_replicas_are_left(monkey
     assert home.saved is not None
     _, taken, cluster = launch._take_over(config, model, Tokenizer(model), home, home.saved, False)
     assert taken.limits == limits and taken.compute_setup == plan.compute_setup
+    assert taken.pipeline == plan.pipeline
     found: object = cluster  # what the fake above returns
     assert found == saved

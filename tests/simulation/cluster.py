@@ -233,8 +233,7 @@ class Simulation:
         """Start another engine with the workers of the one that was killed, as ``launch`` does."""
         self.world.block(RESTART_S * (1 + self.world.random.random()))
         saved = msgspec.msgpack.decode(self.saved, type=Saved)
-        plan = self._plan(saved.kinds(), saved.greetings, saved.compute_setup.local)
-        plan = replace(plan, limits=saved.limits, compute_setup=saved.compute_setup)
+        plan = saved.restore(self._plan(saved.kinds(), saved.greetings, saved.compute_setup.local))
         server = SimulatedServer(self.network, self.processes, sorted(saved.topology.names))
         self.processes.server = server
         for name in self.processes.living:
@@ -293,12 +292,13 @@ class Simulation:
         start = self._take_over
         try:
             while self.is_down:
+                undisturbed = self.calm
                 try:
                     start()
                 except (LaminaError, OSError) as error:
                     self.world.tell(f"all workers start again: {error}")
                     self.world.block(RESTART_S)
-                    if self.calm and start == self._launch:
+                    if undisturbed and start == self._launch:
                         raise
                     self.processes.start_again()
                     start = self._launch
