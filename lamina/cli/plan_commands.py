@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asked:
-    """What `lamina plan` was asked, as the commands that it prints repeat it.
+    """Holds the options of a `lamina plan` that the commands which it prints repeat.
 
     Attributes:
         model: Value of --model.

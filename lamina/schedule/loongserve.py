@@ -298,7 +298,7 @@ class FourSteps:
         """Return where the first of the waiting requests run; the others wait on.
 
         A lane may turn out to be busy for longer than was expected. Once the first request has waited for the shortest
-        expected time in vain, it runs in the lane with the least to do.
+        expected time and no lane is idle, it runs in the lane with the least to do.
         """
         rates = self.rates()
         count, used = dispatch(waiting, lanes, rates)

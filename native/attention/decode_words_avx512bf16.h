@@ -3,7 +3,7 @@
 //
 // Keys of 4 tokens are transposed within quarters of vectors, so that every word vector holds one word of
 // each token in each quarter. Values of 2 tokens are interleaved within quarters, which leaves columns in an
-// order that restore_columns() mends. Codes are rearranged as bytes, and become bfloat16 by looking up both
+// order that restore_columns() undoes. Codes are rearranged as bytes, and become bfloat16 by looking up both
 // bytes of their magnitude.
 #pragma once
 
@@ -12,12 +12,13 @@
 namespace lamina::attention {
 namespace {
 
-// In every quarter (16 bytes) of a vector: elements I of the same quarter of a followed by b.
-template <class V, int... I> inline V in_quarters(const V &a, const V &b) {
-    constexpr int size = sizeof...(I), elements = 4 * size;
-    constexpr auto place = [](int lane, int i) { return i < size ? lane + i : elements + lane + i - size; };
-    return __builtin_shufflevector(a, b, place(0, I)..., place(size, I)..., place(2 * size, I)...,
-                                   place(3 * size, I)...);
+// In every quarter (16 bytes) of a vector: elements I, of 4 bytes, of the same quarter of a followed by b.
+// The intrinsics of these instructions do not compile without warnings of GCC 12.
+template <int... I> inline __m512i in_quarters(const __m512i &a, const __m512i &b) {
+    constexpr auto place = [](int quarter, int i) { return 4 * quarter + (i < 4 ? i : 12 + i); };
+    return reinterpret_cast<__m512i>(__builtin_shufflevector(reinterpret_cast<Floats<16>>(a),
+                                                             reinterpret_cast<Floats<16>>(b), place(0, I)...,
+                                                             place(1, I)..., place(2, I)..., place(3, I)...));
 }
 
 // Quarters A, B, C and D of a followed by b.
@@ -79,24 +80,6 @@ template <class Stored> [[gnu::always_inline]] inline void to_words(__m512i elem
     return half ? _mm512_maskz_loadu_epi64(0xf, row) : _mm512_loadu_si512(row);
 }
 
-// Interleaves elements of 4 and 8 bytes of the lower and the upper half of every quarter.
-[[gnu::always_inline]] inline __m512i low_fours(__m512i a, __m512i b) {
-    return reinterpret_cast<__m512i>(in_quarters<Floats<16>, 0, 4, 1, 5>(reinterpret_cast<Floats<16>>(a),
-                                                                         reinterpret_cast<Floats<16>>(b)));
-}
-[[gnu::always_inline]] inline __m512i high_fours(__m512i a, __m512i b) {
-    return reinterpret_cast<__m512i>(in_quarters<Floats<16>, 2, 6, 3, 7>(reinterpret_cast<Floats<16>>(a),
-                                                                         reinterpret_cast<Floats<16>>(b)));
-}
-[[gnu::always_inline]] inline __m512i low_eights(__m512i a, __m512i b) {
-    return reinterpret_cast<__m512i>(in_quarters<Floats<16>, 0, 1, 4, 5>(reinterpret_cast<Floats<16>>(a),
-                                                                         reinterpret_cast<Floats<16>>(b)));
-}
-[[gnu::always_inline]] inline __m512i high_eights(__m512i a, __m512i b) {
-    return reinterpret_cast<__m512i>(in_quarters<Floats<16>, 2, 3, 6, 7>(reinterpret_cast<Floats<16>>(a),
-                                                                         reinterpret_cast<Floats<16>>(b)));
-}
-
 // Transposes words of 4 tokens within quarters. to_words() of the results in order are all key vectors.
 template <class Stored>
 [[gnu::always_inline]] inline void transpose_keys(__m512i a, __m512i b, __m512i c, __m512i d,
@@ -104,17 +87,17 @@ template <class Stored>
     if constexpr (Stored::kScaled) { // words of 2 bytes
         const __m512i ab_low = _mm512_unpacklo_epi16(a, b), ab_high = _mm512_unpackhi_epi16(a, b),
                       cd_low = _mm512_unpacklo_epi16(c, d), cd_high = _mm512_unpackhi_epi16(c, d);
-        keys[0] = low_fours(ab_low, cd_low);
-        keys[1] = high_fours(ab_low, cd_low);
-        keys[2] = low_fours(ab_high, cd_high);
-        keys[3] = high_fours(ab_high, cd_high);
+        keys[0] = in_quarters<0, 4, 1, 5>(ab_low, cd_low);
+        keys[1] = in_quarters<2, 6, 3, 7>(ab_low, cd_low);
+        keys[2] = in_quarters<0, 4, 1, 5>(ab_high, cd_high);
+        keys[3] = in_quarters<2, 6, 3, 7>(ab_high, cd_high);
     } else { // of 4
-        const __m512i ab_low = low_fours(a, b), ab_high = high_fours(a, b), cd_low = low_fours(c, d),
-                      cd_high = high_fours(c, d);
-        keys[0] = low_eights(ab_low, cd_low);
-        keys[1] = high_eights(ab_low, cd_low);
-        keys[2] = low_eights(ab_high, cd_high);
-        keys[3] = high_eights(ab_high, cd_high);
+        const __m512i ab_low = in_quarters<0, 4, 1, 5>(a, b), ab_high = in_quarters<2, 6, 3, 7>(a, b),
+                      cd_low = in_quarters<0, 4, 1, 5>(c, d), cd_high = in_quarters<2, 6, 3, 7>(c, d);
+        keys[0] = in_quarters<0, 1, 4, 5>(ab_low, cd_low);
+        keys[1] = in_quarters<2, 3, 6, 7>(ab_low, cd_low);
+        keys[2] = in_quarters<0, 1, 4, 5>(ab_high, cd_high);
+        keys[3] = in_quarters<2, 3, 6, 7>(ab_high, cd_high);
     }
 }
 

@@ -160,7 +160,7 @@ def test_a_policy_of_lanes_deals_the_request_that_slots_are_reserved_for(patienc
 
 
 def test_a_policy_of_lanes_admits_no_beam_search_before_an_earlier_request() -> None:
-    """Otherwise a beam search could hold up a request that slots are reserved for, and nothing would run."""
+    """A beam search that came first could hold up a request that slots are reserved for, and nothing would run."""
     under_test = scheduler({"memory0": 200}, 1, Limits(4, 32, 200), policy=LoongServe())
     first = under_test.submit(request("first", 5, max_tokens=2))
     search = under_test.submit(request("search", 5, max_tokens=2, n=4, use_beam_search=True))

@@ -146,7 +146,8 @@ def _doubt(text: str, today: date) -> str:
 
 
 def _days(text: str) -> tuple[date, date] | None:
-    """Return the first and the last day of the date in a text: a day, a month or a year. None if there is none."""
+    """Return the first and the last day of the date in a text: a day, a month or a year. None if the text has no
+    date."""
     if (found := _DATE.search(text)) is None:
         return None
     year, month, day = (int(part) if part else None for part in found.groups())
