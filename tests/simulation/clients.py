@@ -233,8 +233,9 @@ class Clients:
         """The tokens must be those of the plain function."""
         asked = sent.asked
         if asked.poison:
-            of_itself = {reason for index, reason in enumerate(sent.ended) if index not in asked.cuts}
-            if not of_itself <= {FinishReason.ERROR, FinishReason.ABORT} or any(sent.drawn):
+            cut = {(index, FinishReason.STOP) for index in asked.cuts}
+            of_itself = [one for index, one in enumerate(sent.ended) if (index, one) not in cut]
+            if not {*of_itself} <= {FinishReason.ERROR, FinishReason.ABORT} or any(sent.drawn):
                 raise Broken(f"{sent.name}, which workers die of, ends with {sent.ended} after {sent.drawn}")
             return
         wanted_of = expected(asked.prompt, asked.params, asked.seed)
