@@ -189,9 +189,10 @@ class Simulation:
             check_quiet(self)
 
     def _is_settled(self) -> bool:
-        """True once no worker has joined or left for ``SETTLED_S``, so that nothing of it is on its way."""
+        """True once no worker has joined or left for ``SETTLED_S``, so that nothing of it is on its way, and an engine
+        that took over has released the KV of requests that have not come again."""
         engine: Any = self.engine
-        if engine is not None and engine._members.pools.states:
+        if engine is not None and (engine._members.pools.states or engine._scheduler._recall):
             self._changed_at = self.world.now
         return self.world.now > self._changed_at + SETTLED_S
 
