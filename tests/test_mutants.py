@@ -1,9 +1,12 @@
 """Mutants are changes of one operator each, of code that still parses."""
 
 import ast
+import inspect
+import json
 from pathlib import Path
 
-from tools.mutants import ROOT, mutants
+from tools.called_functions import ROOT, lines_of
+from tools.mutants import mutants, recorded
 
 SOURCE = '''\
 LIMIT = 3  # no function
@@ -51,3 +54,21 @@ def test_all_mutants_of_a_module_parse() -> None:
     assert len(made) > 50 and source not in made
     for text in made:
         ast.parse(text)
+
+
+def test_tests_are_chosen_by_the_functions_that_they_called(tmp_path: Path) -> None:
+    lines, first = inspect.getsourcelines(mutants)
+    span = lines_of(mutants.__code__)
+    assert span == ("tools/mutants.py", first, first + len(lines) - 1)
+    assert lines_of(compile("x = 1", str(ROOT / "tools/mutants.py"), "exec")) is None
+    assert lines_of(inspect.getsourcelines.__code__) is None
+    file = tmp_path / "record"
+    file.write_text(
+        "".join(json.dumps([name, seconds, [span]]) + "\n" for name, seconds in (("long", 2.0), ("short", 1.0)))
+    )
+    short, long = recorded(file)
+    assert (short.name, long.name) == ("short", "long")
+    path = Path("tools/mutants.py")
+    assert short.calls(path, first) and short.calls(path, first + len(lines) - 1)
+    assert not short.calls(path, first - 1) and not short.calls(path, first + len(lines))
+    assert not short.calls(Path("tools/other.py"), first)

@@ -1,13 +1,15 @@
 """Change one operator at a time and run the tests: ``python -m tools.mutants lamina/schedule lamina/kv --count 40``.
 
-Each mutant is made in a copy of the tree. A mutant that no test kills shows what no test looks at, or is equal to the
-original. A session that a test hangs in counts as killed. ``--simulate 10`` runs seeds 1 to 10 of the simulated cluster
-(``tests.simulation``) instead of tests.
+Each mutant is made in a copy of the tree. The tests first run without a mutant, which records the functions that each
+one calls. For a mutant, tests that call its function run first, the shortest first, then all others. A mutant that no
+test kills shows what no test looks at, or is equal to the original. A session that a test hangs in counts as killed.
+``--simulate 10`` runs seeds 1 to 10 of the simulated cluster (``tests.simulation``) instead of tests.
 """
 
 import argparse
 import ast
 import difflib
+import json
 import os
 import random
 import shutil
@@ -15,15 +17,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tools.called_functions import RECORD, ROOT
+
 LEFT_OUT = shutil.ignore_patterns(
     "__pycache__", ".git", ".venv", "build", "site", ".hypothesis", ".mypy_cache", ".*_cache"
 )
 LIMIT_S = 900.0  # for the tests of one mutant
+NO_TESTS = 5  # exit status of pytest if all tests are deselected
 PYTEST = ["pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow"]
 DIRECT_IMPORTS = """\
 import sys
@@ -107,14 +111,23 @@ def mutants(path: Path, source: str) -> Iterator[Mutant]:
                 yield Mutant(path, start(node), stop(node), str(number + 1))
 
 
-def tests_for(path: Path, folders: Sequence[str]) -> list[str]:
-    """Return the files of tests, those that name the module first."""
-    found = sorted(file for folder in folders for file in (ROOT / folder).glob("test_*.py"))
+@dataclass(frozen=True)
+class Test:
+    """A test, the seconds that it took, and the functions that it called: file, first and last line of each."""
 
-    def distance(file: Path) -> tuple[bool, bool]:
-        return path.stem not in file.stem, f".{path.stem} import" not in file.read_text()
+    name: str
+    seconds: float
+    functions: list[tuple[str, int, int]]
 
-    return [str(file.relative_to(ROOT)) for file in sorted(found, key=distance)]
+    def calls(self, path: Path, line: int) -> bool:
+        """Return whether the test called the function that has a line."""
+        return any(file == str(path) and first <= line <= last for file, first, last in self.functions)
+
+
+def recorded(file: Path) -> list[Test]:
+    """Return the tests that ``tools.called_functions`` recorded, the shortest first."""
+    found = [Test(*json.loads(line)) for line in file.read_text().splitlines()]
+    return sorted(found, key=lambda test: test.seconds)
 
 
 def simulation(seeds: int) -> list[str]:
@@ -142,28 +155,29 @@ def copy_tree(copy: Path) -> None:
 
 
 def _environment(copy: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": ""}
 
 
-def run_mutant(mutant: Mutant, copy: Path, command: Sequence[str]) -> str | None:
-    """Run a module with arguments for a mutant in a copy of the tree. Returns what fails; None if nothing does."""
+def run_mutant(mutant: Mutant, copy: Path, commands: Iterable[Sequence[str]]) -> str | None:
+    """Run modules with arguments for a mutant in a copy of the tree. Returns what fails first; None if nothing does."""
     file = copy / mutant.path
-    source = file.read_text()
+    source, times = file.read_text(), file.stat()
     file.write_text(mutant.apply(source))
     try:
-        return run(copy, command)
+        return next(filter(None, (run(copy, command, PYTHONDONTWRITEBYTECODE="1") for command in commands)), None)
     finally:
         file.write_text(source)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # its compiled code is right again
         shutil.rmtree(copy / ".hypothesis", ignore_errors=True)  # else examples that failed kill later mutants
 
 
-def run(copy: Path, command: Sequence[str]) -> str | None:
+def run(copy: Path, command: Sequence[str], **variables: str) -> str | None:
     """Run a module with arguments in a copy of the tree. Returns what fails; None if nothing does."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", *command],
             cwd=copy,
-            env=_environment(copy),
+            env=_environment(copy) | variables,
             capture_output=True,
             text=True,
             check=False,
@@ -172,7 +186,7 @@ def run(copy: Path, command: Sequence[str]) -> str | None:
     except subprocess.TimeoutExpired:
         return "no end"
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return (failed or [done.stdout[-100:]])[0] if done.returncode else None
+    return (failed or [done.stdout[-100:]])[0] if done.returncode not in (0, NO_TESTS) else None
 
 
 def main() -> int:
@@ -195,15 +209,20 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="lamina-mutants-") as folder:
         copy = Path(folder, "tree")
         copy_tree(copy)
-        simulated = simulation(options.simulate) if options.simulate else None
-        if (failure := run(copy, simulated or [*PYTEST, *tests_for(Path("none"), options.tests)])) is not None:
+        every = [*PYTEST, *options.tests]
+        whole = simulation(options.simulate) if options.simulate else [*every, "-p", "tools.called_functions"]
+        if (failure := run(copy, whole)) is not None:
             print(f"the tree fails without a mutant: {failure}")
             return 2
+        tests = [] if options.simulate else recorded(copy / RECORD.name)
         for number, mutant in enumerate(chosen):
             source, begun = sources[mutant.path], time.perf_counter()
-            killer = run_mutant(mutant, copy, simulated or [*PYTEST, *tests_for(mutant.path, options.tests)])
-            survived += killer is None
             line = source.count("\n", 0, mutant.start) + 1
+            near = [test.name for test in tests if test.calls(mutant.path, line)]
+            others = [*every, *(f"--deselect={name}" for name in near)]
+            commands = [whole] if options.simulate else [[*PYTEST, *near], others] if near else [every]
+            killer = run_mutant(mutant, copy, commands)
+            survived += killer is None
             print(
                 f"{number} {mutant.path}:{line} {time.perf_counter() - begun:.0f} s {killer or 'SURVIVED'}", flush=True
             )
