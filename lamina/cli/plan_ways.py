@@ -7,11 +7,11 @@ from datetime import date
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lamina.cli import plan_refusals
 from lamina.cli.plan_commands import Asked, launching, obstacle, simulate_line, untried, warn_of_prices
-from lamina.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from rich.table import Table
 
@@ -49,15 +49,11 @@ def show(server: "Server", course: "Course", candidates: "Sequence[Way]", asked:
     with waiting(f"Ranking {len(candidates)} ways to serve by the closed form"):
         found = [one for way in candidates if (one := server.evaluate(way)) is not None]
     if not found:
-        raise _refusal(server, candidates)
+        raise plan_refusals.unfound(server, candidates)
     chosen = shortlist(found)
     trials = _simulated(server.shape, course, chosen, asked.model)
     if not trials:
-        raise ConfigError(
-            f"none of the {len(chosen)} best ways keeps p99 TTFT {server.slo.ttft_s:g} s and p99 TBT "
-            f"{server.slo.tbt_s * 1e3:g} ms in the simulator at a useful load; allow more with --slo-ttft and "
-            "--slo-tbt, or other hardware"
-        )
+        raise plan_refusals.unkept(server.slo, course, chosen)
     trials = course.ranked(trials)
     notes, given_up = _left_out(server, candidates), _given_up(chosen, trials)
     if as_json:
@@ -369,47 +365,6 @@ def _given_up(chosen: "Sequence[Capacity]", trials: "Sequence[Trial]") -> list[s
     """Return the ways of the shortlist that are not ranked: too expensive, or within the SLOs at no useful load."""
     kept = [trial.way for trial in trials]  # not the same objects: each was simulated in another process
     return [one.way.describe() for one in chosen if one.way not in kept]
-
-
-def _refusal(server: "Server", candidates: "Sequence[Way]") -> ConfigError:
-    reasons = [server.unfit(way) for way in candidates]
-    if reasons and all(reasons):
-        return ConfigError(f"no way to serve fits: {'; '.join(_nearest(filter(None, reasons)))}. {_remedy(server)}")
-    slo = server.slo
-    cheapest = min(
-        sum(way.usd_per_hour(server.prices)) for way, why in zip(candidates, reasons, strict=True) if not why
-    )
-    if not slo.affords(cheapest):
-        return ConfigError(
-            f"no way to serve costs ${slo.usd_per_hour:.2f}/h or less; the cheapest that holds the model and a request "
-            f"costs ${cheapest:.2f}/h. Raise --budget, or give other hardware"
-        )
-    budget = f", and ${slo.usd_per_hour:.2f}/h" if slo.usd_per_hour < math.inf else ""
-    return ConfigError(
-        f"no way to serve keeps p99 TTFT {slo.ttft_s:g} s and p99 TBT {slo.tbt_s * 1e3:g} ms{budget}; raise "
-        "--slo-ttft, --slo-tbt or --budget, or allow other hardware or more workers"
-    )
-
-
-def _nearest(reasons: "Iterable[str]") -> list[str]:
-    """Return the reason with the largest numbers of each kind of reason: that of the way that nearly fits."""
-    best: dict[str, str] = {}
-    for reason in reasons:
-        kind = re.sub(r"(?<![a-z])\d+", "", reason)
-        best[kind] = max(best.get(kind, ""), reason, key=lambda text: [float(n) for n in re.findall(r"[\d.]+", text)])
-    return list(best.values())
-
-
-def _remedy(server: "Server") -> str:
-    """Return what to do if nothing fits: more devices help as long as tensor parallelism can use them."""
-    from lamina.planning.plan.ways import TENSOR_PARALLEL
-
-    heads = server.shape.kv_heads
-    most = max(degree for degree in TENSOR_PARALLEL if heads % degree == 0)
-    return (
-        f"Give hardware with more memory, or more of it: plans divide a copy of the weights over {most} devices at "
-        f"most ({heads} KV heads, no pipeline stages)"
-    )
 
 
 def _as_dict(

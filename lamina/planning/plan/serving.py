@@ -12,7 +12,7 @@ SLOs. Prompts wait for chunks as in a queue with utilisation f (``closed_form.Pr
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.plan.model_shapes import ModelShape
+from lamina.planning.plan.nearest import Reach
 from lamina.planning.plan.overheads import AS_PUBLISHED, NO_OVERHEAD, Engine
 from lamina.planning.plan.planner import MOST_ROWS
 from lamina.planning.plan.prices import Prices
@@ -45,7 +46,7 @@ BATCHES = 12
 """Batches at which prompts are tried where prefixes are cached beside what decodes."""
 
 LEAST_LOAD = 0.1
-"""Share of what workers that prefill could do at which prompts are tried: workers that may do less keep no SLO."""
+"""Share of what workers could do with prompts at which these are tried: workers that may do less keep no SLO."""
 
 _EVERY_ROW = np.arange(1.0, 2 * MOST_ROWS + 1)
 
@@ -81,9 +82,28 @@ class Server:
         """Return the capacity of a way; None if weights, the longest request, an SLO or the budget rule it out."""
         if not self.slo.affords(sum(way.usd_per_hour(self.prices))) or self.unfit(way) is not None:
             return None
-        if way.kind is Kind.OFFLOADED:
-            return self._two_pools(way)
-        return self._apart(way) if way.kind.divides_roles else self._one_pool(way)
+        if way.kind.divides_roles:
+            return self._apart(way)
+        loads = self._loads(way)
+        return None if loads is None else self._best(loads)
+
+    def reach(self, way: Way) -> list[Reach]:
+        """Return targets that a way keeps, with the least TTFT and with the least TBT; none if requests do not fit."""
+        if self.unfit(way) is not None:
+            return []
+        if way.kind.divides_roles:
+            _, steps, found = self._decoding(way)
+            first_s = self._prompts_apart(way, float(found[0]))[1] if len(steps) else None
+            return [Reach(way, float(first_s(np.array([LEAST_LOAD]))[0]), float(steps[0]) / SEATED)] if first_s else []
+        loads = self._loads(way)
+        if loads is None:
+            return []
+        every, possible = loads.steps, np.flatnonzero(loads.share <= 1)
+        best = {int(possible[times[possible].argmin()]) for times in (every.first, every.longest) if len(possible)}
+        return [Reach(way, float(every.first[one]), float(every.longest[one]) / MARGIN) for one in best]
+
+    def _loads(self, way: Way) -> "_Loads | None":
+        return self._two_pools(way) if way.kind is Kind.OFFLOADED else self._one_pool(way)
 
     def unfit(self, way: Way) -> str | None:
         """Return why the weights or the longest request do not fit; None if they do."""
@@ -130,7 +150,7 @@ class Server:
 
     # -- two pools, one pool, prefill apart -----------------------------------------------------------------------
 
-    def _two_pools(self, way: Way) -> Capacity | None:
+    def _two_pools(self, way: Way) -> "_Loads | None":
         compute, memory = self.models[way.compute.kind].widened, self.models[way.second.kind]
         workers, lanes, degree = way.memory_workers, way.lanes, way.tensor_parallel
         # Requests are admitted with room for the tokens that they have, and slots left for all to grow. A sequence
@@ -161,9 +181,9 @@ class Server:
         waiting = np.minimum(share * times.with_chunk / average, 1.0)
         first = self._prompts.first_token_s(chunk, found, waiting, times.with_chunk, times.longest, lanes)
         steps = _Steps(times.plain, times.longest, average, first)
-        return self._best(way, rows * lanes, share, steps, found, prompts, busy, memory_busy)
+        return _Loads(way, rows * lanes, share, steps, found, prompts, busy, memory_busy)
 
-    def _one_pool(self, way: Way) -> Capacity | None:
+    def _one_pool(self, way: Way) -> "_Loads | None":
         model, degree = self.models[way.compute.kind], way.tensor_parallel
         local, lenders = way.kind is Kind.LOCAL, self._lenders(way)
         model = model.widened if local else model
@@ -191,16 +211,13 @@ class Server:
         waiting = np.minimum(share * mixed / average, 1.0)
         first = self._prompts.first_token_s(chunk, found, waiting, mixed, longest, way.replicas)
         steps = _Steps(plain, longest, average, first)
-        return self._best(way, rows * way.replicas, share, steps, found, prompts, ones, ones)
+        return _Loads(way, rows * way.replicas, share, steps, found, prompts, ones, ones)
 
     def _apart(self, way: Way) -> Capacity | None:
-        degree, groups = way.tensor_parallel, way.memory_workers // way.tensor_parallel
-        decode = self.models[way.second.kind].widened
-        room, lenders = (1 - WATERMARK) * self._free(way.second, degree, way.chunk), self._lenders(way)
-        rows, shared = self._rows(room, 1, 2 * MOST_ROWS, ahead=AHEAD, lenders=lenders)
+        groups = way.memory_workers // way.tensor_parallel
+        rows, steps, shared = self._decoding(way)
         if not len(rows):
             return None
-        steps = self._group_step(decode, degree, rows)
         within = steps <= SEATED * self.slo.tbt_s
         rates = np.where(within, groups * rows / (self.workload.output * steps), 0.0)
         most = rates.max()
@@ -233,29 +250,31 @@ class Server:
             seats=max(1, int(rows[within].max())),
         )
 
+    def _decoding(self, way: Way) -> tuple[Floats, Floats, Floats]:
+        """Return batches of a group that only decodes, the seconds of a step of each, and the prompt tokens found."""
+        room, lenders = (1 - WATERMARK) * self._free(way.second, way.tensor_parallel, way.chunk), self._lenders(way)
+        rows, shared = self._rows(room, 1, 2 * MOST_ROWS, ahead=AHEAD, lenders=lenders)
+        return rows, self._group_step(self.models[way.second.kind].widened, way.tensor_parallel, rows), shared
+
+    def _prompts_apart(self, way: Way, found: float) -> tuple[float, Callable[[Floats], Floats]]:
+        """Return ``Prompts.prefill_pool`` of the workers for prompts."""
+        prefill, found = self.models[way.compute.kind].widened, min(found, self.workload.prompt - 1)
+        return self._prompts.prefill_pool(prefill, way.tensor_parallel, way.replicas, way.chunk, found)
+
     def _prompts_alone(self, way: Way, found: float) -> tuple[float, float]:
         """Return the prompts per second that the workers for prompts compute, and those within the SLO on TTFT."""
-        prefill, found = self.models[way.compute.kind].widened, min(found, self.workload.prompt - 1)
-        limit, first_s = self._prompts.prefill_pool(prefill, way.tensor_parallel, way.replicas, way.chunk, found)
+        limit, first_s = self._prompts_apart(way, found)
         loads = np.linspace(LEAST_LOAD, 1.0, 46)
         kept = loads[first_s(loads) <= self.slo.ttft_s]
         return limit, limit * float(kept[-1]) if len(kept) else 0.0
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _best(
-        self,
-        way: Way,
-        sequences: Floats,
-        share: Floats,
-        steps: "_Steps",
-        found: Floats,
-        prompts: Floats,
-        busy: Floats,
-        memory_busy: Floats,
-    ) -> Capacity | None:
-        allowed = (share <= 1) & (steps.longest <= MARGIN * self.slo.tbt_s) & (steps.first <= self.slo.ttft_s)
-        rates = np.where(allowed, sequences / (self.workload.output * steps.average), 0.0)
+    def _best(self, loads: "_Loads") -> Capacity | None:
+        way, steps = loads.way, loads.steps
+        in_time = (steps.longest <= MARGIN * self.slo.tbt_s) & (steps.first <= self.slo.ttft_s)
+        allowed = (loads.share <= 1) & in_time
+        rates = np.where(allowed, loads.sequences / (self.workload.output * steps.average), 0.0)
         best = int(rates.argmax())
         if not rates[best]:
             return None
@@ -263,15 +282,15 @@ class Server:
         return Capacity(
             way=way,
             requests_s=float(rates[best]),
-            batch=max(1, round(float(sequences[best]))),
+            batch=max(1, round(float(loads.sequences[best]))),
             step_s=float(steps.plain[best]),
             chunk_step_s=float(steps.longest[best]),
-            prompt_share=float(prompts[best]),
-            compute_busy=float(busy[best]),
-            memory_busy=float(memory_busy[best]) if way.memory else 0.0,
+            prompt_share=float(loads.prompts[best]),
+            compute_busy=float(loads.busy[best]),
+            memory_busy=float(loads.memory_busy[best]) if way.memory else 0.0,
             usd_per_hour=compute_usd + memory_usd,
-            prompt_usd=float(prompts[best]) * compute_usd / (compute_usd + memory_usd),
-            found=float(found[best]),
+            prompt_usd=float(loads.prompts[best]) * compute_usd / (compute_usd + memory_usd),
+            found=float(loads.found[best]),
         )
 
     def _rows(
@@ -294,7 +313,8 @@ class Server:
         if most * lanes * lenders < 1:
             return np.zeros(0), np.zeros(0)
         full = np.arange(128, most, 128)  # these fill the tiles of matrix products
-        rows = np.union1d(np.geomspace(min(most, 0.25), most, POINTS), full)
+        fewest = min(most, 0.25, LEAST_LOAD * chunk * self.workload.output / self.workload.prompt)
+        rows = np.union1d(np.geomspace(fewest, most, POINTS), full)
         left = room - common - rows * lanes * each
         return rows, np.minimum(reuse.found_tokens(left + reuse.shared, rows * lanes), self.workload.prompt - 1)
 
@@ -326,3 +346,28 @@ class _Steps:
     longest: Floats
     average: Floats
     first: Floats
+
+
+@dataclass(frozen=True)
+class _Loads:
+    """What a way does by batch.
+
+    Attributes:
+        way: The way.
+        sequences: Sequences that decode at once.
+        share: Share of the steps that have a chunk.
+        steps: Seconds of steps, and to a first token.
+        found: Prompt tokens found by a prefix cache.
+        prompts: Share of the compute pool's time spent on prompts.
+        busy: Utilisation of the compute pool.
+        memory_busy: Utilisation of the memory pool.
+    """
+
+    way: Way
+    sequences: Floats
+    share: Floats
+    steps: _Steps
+    found: Floats
+    prompts: Floats
+    busy: Floats
+    memory_busy: Floats

@@ -9,6 +9,7 @@ import numpy as np
 from lamina.planning.plan.closed_form import PERCENTILE
 from lamina.planning.plan.fit_store import ProfileStore
 from lamina.planning.plan.model_shapes import ModelShape
+from lamina.planning.plan.nearest import Reach
 from lamina.planning.plan.overheads import NO_OVERHEAD, Engine
 from lamina.planning.plan.prices import Prices
 from lamina.planning.plan.ways import Capacity, Kind, Slo, Way
@@ -46,6 +47,9 @@ The load that holds depends on how many there are: with fewer, queues have no ti
 
 WORSE = 3.0
 """Ways whose requests cost more than so many times those of the cheapest simulated so far are given up."""
+
+LOW, LOW_REQUESTS = 0.1, 50
+"""A low load, over the closed form's, and the number of requests that show what a way keeps there."""
 
 LEAST_ROUNDS, ROUNDS = 4, 8
 SEED = 1
@@ -209,6 +213,13 @@ class Course:
         tokens = int(arrivals.output.sum()) - count
         in_time = tokens - int(counts[gaps > slo.tbt_s].sum())
         return max(late) > may_be_late or in_time < PERCENTILE * tokens
+
+    def reach(self, capacity: Capacity) -> Reach:
+        """Return the targets that a way keeps if a few requests arrive at a low rate."""
+        arrivals = self.arrivals(LOW_REQUESTS, LOW * capacity.requests_s)
+        result = simulate(self.deployment(capacity), arrivals, System(capacity.way.kind.system))
+        gaps = 0.0 if math.isnan(result.tbt_s.p99) else result.tbt_s.p99
+        return Reach(capacity.way, max(result.ttft_s.p99, result.stalled_s.p99 - gaps), gaps)
 
     def within_slos(self, result: Result) -> bool:
         """Return whether all requests were served, the queue did not grow, and TTFT, TBT and stalls keep the SLOs."""
