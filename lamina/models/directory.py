@@ -176,6 +176,16 @@ def max_model_len(config: Mapping[str, Any]) -> int | None:
     return stated
 
 
+def stated_tie(config: Mapping[str, Any]) -> bool | None:
+    """Return whether a config.json says that the output head is the embedding; None if it says nothing.
+
+    In a multimodal config, what is stated for the whole model counts before what its language model states.
+    """
+    nested = config.get("text_config")
+    parts = (config, nested) if isinstance(nested, dict) else (config,)
+    return next((bool(part[key]) for part in parts if part.get(key := "tie_word_embeddings") is not None), None)
+
+
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 

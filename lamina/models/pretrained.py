@@ -1,5 +1,6 @@
 """Asks transformers for a model's configuration, and for the names, types, ties and conversions of its weights."""
 
+import re
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from functools import partial
@@ -14,11 +15,13 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from lamina.core.errors import ModelError, UnsupportedModelError
 from lamina.core.types import DType, LoadFormat
 from lamina.models import tensors
-from lamina.models.directory import CONFIG, ModelDirectory
+from lamina.models.directory import CONFIG, ModelDirectory, stated_tie
 from lamina.models.quantisation.codes import plain
 from lamina.models.tensors import Progress, Read, Recipe, WeightPlan
 from lamina.splitter.adapters import keep_in_float32
 
+_LANGUAGE_MODEL = re.compile(r"^(model\.)?(?:language_model|text_model)\.")
+"""How names of the language model's tensors begin in checkpoints of multimodal models."""
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
@@ -50,26 +53,41 @@ def _config_file(directory: ModelDirectory) -> Path:
 
 
 def load_config(directory: ModelDirectory) -> PretrainedConfig:
-    """Return the config of a causal language model.
+    """Return the config of a causal language model; of a multimodal model, that of its language model.
 
     Raises:
         UnsupportedModelError: transformers does not know the family, or the family has no causal language model.
         ModelError: a value in config.json is invalid for its family.
     """
-    config = read_config(directory)
+    config = _language_config(directory)
     if type(config) not in AutoModelForCausalLM._model_mapping:
+        family = directory.config.get("model_type")
+        part = "" if family == config.model_type else f", the text part of {family!r},"
         raise UnsupportedModelError(
-            f"{directory.path}: {config.model_type!r} is not a causal language model in transformers; give a "
+            f"{directory.path}: {config.model_type!r}{part} is not a causal language model in transformers; give a "
             "decoder-only model"
         )
-    text = config.get_text_config()
     for name in _SIZES:
-        size = getattr(text, name, None)
+        size = getattr(config, name, None)
         if isinstance(size, int) and size < 1:
             raise ModelError(f"{_config_file(directory)} says {name} is {size}; a model has at least 1")
-    for part in (config, text):  # Lamina reads quantised weights itself
-        vars(part).pop("quantization_config", None)
+    vars(config).pop("quantization_config", None)  # Lamina reads quantised weights itself
     return config
+
+
+def _language_config(directory: ModelDirectory) -> PretrainedConfig:
+    """Return the config, or the part of a multimodal one that describes the language model.
+
+    The element type, and whether the head is the embedding, may be stated for the whole model.
+    """
+    config = read_config(directory)
+    if directory.text_config is directory.config:
+        return config
+    text = cast(PretrainedConfig, config.get_text_config())
+    if (tied := stated_tie(directory.config)) is not None:
+        text.tie_word_embeddings = tied
+    text.dtype = text.dtype or config.dtype
+    return text
 
 
 def resolve_dtype(config: PretrainedConfig, requested: DType | Literal["auto"]) -> DType:
@@ -109,7 +127,7 @@ def count_matrices(directory: ModelDirectory) -> int | None:
 
     Raises the errors of ``read_config`` and ``meta_model``.
     """
-    config = read_config(directory).get_text_config()
+    config = _language_config(directory).get_text_config()
     if type(config) not in AutoModelForCausalLM._model_mapping:
         return None
     vars(config).pop("quantization_config", None)
@@ -121,7 +139,10 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def recipes(model: PreTrainedModel, checkpoint: Iterable[str]) -> dict[str, Recipe]:
-    """Return recipes, by state-dict name, of the tensors of ``model`` that can be made from names in ``checkpoint``."""
+    """Return recipes, by state-dict name, of the tensors of ``model`` that can be made from names in ``checkpoint``.
+
+    The names of a multimodal model's other parts are ignored.
+    """
     expected = model.state_dict()
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -131,6 +152,9 @@ def recipes(model: PreTrainedModel, checkpoint: Iterable[str]) -> dict[str, Reci
     found: dict[str, Recipe] = {}
     for name in sorted(checkpoint, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+        if target not in expected and name not in expected:
+            inner = _LANGUAGE_MODEL.sub(r"\1", name)
+            target, pattern = rename_source_key(inner, renamings, converters, prefix, expected)
         if target not in expected and name in expected:  # a new name that an old rule also matches
             target, pattern = name, None
         if target not in expected:

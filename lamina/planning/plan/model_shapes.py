@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from lamina.core.errors import ConfigError, ModelError, UnsupportedModelError
 from lamina.core.types import DType, KvCacheDType, KvElement
 from lamina.models import hub
-from lamina.models.directory import CONFIG, max_model_len, model_name, read_json
+from lamina.models.directory import CONFIG, max_model_len, model_name, read_json, stated_tie
 from lamina.models.quantisation.formats import scheme
 from lamina.planning.plan import reference
 from lamina.planning.plan.kernel_times import Floats
@@ -418,6 +418,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     weight_dtype = _require_covered(name, config, text)
     sizes = {size: _integer(name, text, keys) for size, keys in _KEYS.items()}
     hidden, heads = sizes["hidden"], sizes["query_heads"]
+    tied = stated_tie(config)
     multi_query = bool(text.get("multi_query")) and not text.get("new_decoder_architecture")
     kv_heads = 1 if multi_query else _first(text, _KV_HEADS) or heads
     head_size = _first(text, ("head_dim",)) or hidden // heads
@@ -436,7 +437,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
         kv_heads=kv_heads,
         head_size=head_size,
         gated=text.get("model_type") not in _NOT_GATED,
-        tied_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", _is_tied(text)))),
+        tied_embeddings=_is_tied(text) if tied is None else tied,
         dtype=_dtype(text, config),
         max_tokens=max_model_len(config),
         weight_dtype=weight_dtype,
