@@ -27,7 +27,6 @@ from lamina.cluster.joining import (
     Fabric,
     check_same_model,
     check_version,
-    local_setup,
     part_setup,
     read_clock,
     reservation,
@@ -159,15 +158,19 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     holders = [*local, *plan.memories]
     scratch = converse(gather, _scratch(control, plan, loaded, holders))
     setup = plan.memory_setup(loaded, _shards(plan, loaded).count)
-    control.send(holders, reservation(plan, setup, slot_rows(plan.compute_setup.rows, _links(plan))))
+    rows = slot_rows(plan.compute_setup.rows, _links(plan))
+    for name in holders:
+        control.send([name], reservation(plan, plan.slab_setup(setup, name), rows))
     control.send(holders, Inspect())  # not before: weights may be loaded where they are
     hosts = {name: hello.host for name, hello in plan.greetings.items()}
     untouched = untouched_bytes(plan, loaded, scratch, plan.greetings)
     found = without_reserved(gather.all(Resources, holders, LOAD_TIMEOUT_S), hosts, untouched)
     setup, capacities = with_capacities(plan, setup, found)
+    slots = dict[str, int]()  # by worker that segments name
     for name, capacity in capacities.items():
         threads = plan.threads("compute" if name in local else "memory", plan.greetings[name])
-        own = local_setup(setup) if name in local else setup
+        own = plan.slab_setup(setup, name)
+        slots[own.home or name] = capacity
         control.send([name], msgspec.structs.replace(own, capacity=capacity, threads=threads))
     fabric = _fabric_of(workers, plan, loaded, setup)
     gather.all(SlabReady, holders, LOAD_TIMEOUT_S)
@@ -175,7 +178,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         converse(gather, read_clock(control, fabric, name))
     epoch = Epoch(int(time.time()), 1)  # an engine that is started again is a later incarnation
     members = [
-        Member(name, role, kind, plan.greetings[name].host, capacities.get(name, 0), scratch.get(name, 0))
+        Member(name, role, kind, plan.greetings[name].host, slots.get(name, 0), scratch.get(name, 0))
         for role, pool in plan.kinds.items()
         for name, kind in pool.items()
     ]
@@ -384,15 +387,20 @@ def kept_of(reports: Mapping[str, Recalled], topology: Topology) -> list[Compute
 
 
 def _holds(reports: Mapping[str, Recalled], topology: Topology, segment: Segment, tokens: int) -> bool:
-    """Return whether a member has all of the first ``tokens`` tokens of a sequence that belong to a segment of it."""
+    """Return whether the members with KV of a segment have all of the first ``tokens`` tokens of its sequence that
+    belong to the segment."""
     start, stop = segment.tokens
     wanted = (tokens if stop is None else min(stop, tokens)) - start
     if wanted <= 0:
         return True
-    if segment.worker not in topology.names or segment.worker not in reports:
+    holders = topology.holders(segment.worker)
+    if not topology.names.intersection(reports).issuperset(holders):
         return False
-    held = reports[segment.worker].held.get(segment.sequence, [])
-    return any((first, low, high) == (start, *segment.heads) and count >= wanted for first, low, high, count in held)
+    held = [reports[worker].held.get(segment.sequence, []) for worker in holders]
+    place = start, *segment.heads
+    return all(
+        any((first, low, high) == place and count >= wanted for first, low, high, count in each) for each in held
+    )
 
 
 def _recall(control: ControlServer, workers: SupervisedWorkers, topology: Topology) -> dict[str, Recalled]:
@@ -424,8 +432,8 @@ def _end_epoch(
     """
     tokens: dict[str, dict[int, int]] = {name: {} for name in topology.names}
     for one in kept:
-        for segment in one.segments:
-            tokens[segment.worker][one.sequence] = one.tokens
+        for worker in (worker for segment in one.segments for worker in topology.holders(segment.worker)):
+            tokens[worker][one.sequence] = one.tokens
     untold, missing = set(topology.names), dict[str, list[str]]()
     begun = time.monotonic()
     while missing.keys() < topology.names or any(missing.values()):

@@ -3,6 +3,7 @@
 import functools
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ from lamina.cluster.conversations import (
 )
 from lamina.cluster.linking import Pair, SlotSizes, link
 from lamina.cluster.scratch import kv_wanted, make_scratch, memory_place, untouched_bytes
-from lamina.cluster.sizing import ClusterPlan, boot_id
+from lamina.cluster.sizing import ClusterPlan, boot_id, local_setup
 from lamina.cluster.slabs import SlabSize, kv_bytes_of_joiner, slab_of, slab_there, token_slots
 from lamina.control.messages import (
     ComputeSetup,
@@ -39,7 +40,6 @@ from lamina.core import __version__
 from lamina.core.errors import ConfigError
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import Member, Pool, Role, Topology, role_of
-from lamina.core.types import Overlap
 from lamina.dataplane.leases import SPARE_LINKS, Messages
 from lamina.dataplane.transport_choice import Choice, Offer, Transport, candidates
 from lamina.schedule.turn import DEPTH
@@ -235,7 +235,7 @@ def prepare_workers(
 
     Raises ConfigError if a worker has another release or model, or too little memory.
     """
-    names, plan, setup, role = list(kinds), fabric.plan, fabric.memory_setup, role_of(pool)
+    names, plan, role = list(kinds), fabric.plan, role_of(pool)
     greeted: dict[str, Hello] = yield Ask(Hello, names, plan.start_s)
     for name in names:
         check_version(name, greeted[name])
@@ -247,17 +247,37 @@ def prepare_workers(
         yield from _load(control, fabric, [(name, greeted[name]) for name in names], pool)
         if plan.has_scratch(pool):
             scratch = yield from _scratch(control, fabric, greeted, has_slab, promised)
-        setup = local_setup(setup)
-    members = list[Member]()
-    given = untouched_bytes(plan, fabric.loaded, scratch, greeted)  # by host: bytes of memory allocated here
-    for name, kind in kinds.items():
-        hello, capacity = greeted[name], 0
-        if has_slab:
-            own = msgspec.structs.replace(setup, threads=plan.threads(role, hello))
-            capacity = yield from _make_slab(control, fabric, name, own, promised(hello.host) + given[hello.host])
-            given[hello.host] += fabric.slab.nbytes(capacity)
-        members.append(Member(name, role, kind, hello.host, capacity, scratch.get(name, 0)))
-    return tuple(members)
+    slots = dict[str, int]()
+    if has_slab:
+        given = untouched_bytes(plan, fabric.loaded, scratch, greeted)  # by host: bytes of memory allocated here
+        hellos = {name: greeted[name] for name in names}
+        slots = yield from _make_slabs(control, fabric, hellos, role, lambda host: promised(host) + given[host])
+    return tuple(
+        Member(name, role, kind, greeted[name].host, slots.get(name, 0), scratch.get(name, 0))
+        for name, kind in kinds.items()
+    )
+
+
+def _make_slabs(
+    control: ControlServer, fabric: Fabric, greeted: Mapping[str, Hello], role: Role, promised: Callable[[str], int]
+) -> Conversation[dict[str, int]]:
+    """Have workers make their slabs, one after the other. Returns the token slots of the workers that segments name.
+
+    Args:
+        greeted: First message of each worker: a memory worker, or the compute workers of one replica in order.
+        role: Their role.
+        promised: Returns, for a host, the bytes that other workers were given but have not yet used.
+    """
+    plan, setup, names = fabric.plan, fabric.memory_setup, list(greeted)
+    slots, given = dict[str, int](), Counter[str]()
+    for name, hello in greeted.items():
+        own = local_setup(setup, plan.pipeline, names, name) if role == "compute" else setup
+        home = own.home or name  # no stage has more slots than the one before it
+        most, threads = slots.get(home, setup.capacity), plan.threads(role, hello)
+        own = msgspec.structs.replace(own, capacity=most, threads=threads)
+        slots[home] = yield from _make_slab(control, fabric, name, own, promised(hello.host) + given[hello.host])
+        given[hello.host] += slab_of(plan, own).nbytes(slots[home])
+    return slots
 
 
 def _scratch(
@@ -307,9 +327,10 @@ def _make_slab(
     control.send([name], Inspect())
     answers: dict[str, Resources] = yield Ask(Resources, [name], LOAD_TIMEOUT_S)
     found = answers[name]
-    largest = slab_there(fabric.slab, setup, found).nbytes(setup.capacity)
+    slab = slab_of(plan, setup)
+    largest = slab_there(slab, setup, found).nbytes(setup.capacity)
     nbytes = kv_bytes_of_joiner(plan.config, found, largest, promised)
-    capacity = token_slots(name, fabric.slab, setup, found, nbytes)
+    capacity = token_slots(name, slab, setup, found, nbytes)
     control.send([name], msgspec.structs.replace(setup, capacity=capacity))
     yield Ask(SlabReady, [name], LOAD_TIMEOUT_S)
     return capacity
@@ -319,15 +340,6 @@ def reservation(plan: ClusterPlan, setup: MemorySetup, slot_rows: int) -> Reserv
     """Return the memory that a worker with a slab reserves before its capacity is computed."""
     limits, lanes = plan.limits, plan.pipeline.lanes
     return Reserve(setup, limits.max_num_batched_tokens, limits.max_sequences, DEPTH * lanes, slot_rows, lanes)
-
-
-def local_setup(setup: MemorySetup) -> MemorySetup:
-    """Return the setup of a slab in a compute worker's own memory.
-
-    Such a slab receives no messages: it needs no mini-batches, and no device polls. It has no disk, which nothing would
-    read between steps.
-    """
-    return msgspec.structs.replace(setup, overlap=Overlap(), overcommit=1.0, polling="host")
 
 
 def link_joiners(

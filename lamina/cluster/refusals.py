@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from lamina.cluster.pool import CPU, LOCAL, REMOTE, parse_bounds, size
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
+from lamina.core.topology import Pool
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ def refusals(config: EngineConfig, computes: Sequence[str], memories: Sequence[s
         )
 
 
+def _bounds(config: EngineConfig) -> dict[Pool, tuple[int, int]]:
+    """Return the bounds of the pools that scale by load."""
+    return {} if config.autoscale is None else parse_bounds(config.autoscale)
+
+
 def _of_replicas(config: EngineConfig, computes: Sequence[str]) -> Iterator[Refusal]:
     ranks, stages, count = config.tensor_parallel, config.pipeline_parallel, len(computes)
     if count % (ranks * stages):
@@ -75,7 +81,7 @@ def _of_replicas(config: EngineConfig, computes: Sequence[str]) -> Iterator[Refu
                 "kinds round differently, so ranks could choose different experts for a token",
                 f"give --compute a multiple of {ranks} of each kind",
             )
-    bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
+    bounds = _bounds(config)
     if "compute" in bounds and ranks * stages > 1:
         yield Refusal(
             f"autoscale {config.autoscale} and replicas of {ranks * stages} compute workers",
@@ -122,7 +128,7 @@ def _of_lanes(config: EngineConfig, computes: int) -> Iterator[Refusal]:
 
 
 def _of_balanced_roles(config: EngineConfig, replicas: int) -> Iterator[Refusal]:
-    bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
+    bounds = _bounds(config)
     if "prefill" not in bounds:
         return
     given, workers = f"autoscale {config.autoscale}", config.tensor_parallel * config.pipeline_parallel
@@ -207,7 +213,7 @@ def _of_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence
             "only GPUs can poll for messages themselves",
             "give polling auto, or memory workers on GPUs, such as --memory cuda:1",
         )
-    bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
+    bounds = _bounds(config)
     if not local and bounds.get("memory", (1, 1))[0] == 0:
         yield Refusal(
             f"autoscale {config.autoscale} without local memory", "one memory worker must stay", "give at least 1"
@@ -232,21 +238,25 @@ def refusals_of_prompt_attention(config: EngineConfig, computes: int, memories: 
         )
 
 
-KEEP_ROLE = "tensor-parallel replicas on GPUs with local memory keep their role, since only those that decode hold KV"
+KEEP_ROLE = (
+    "with local memory, replicas of stages and tensor-parallel replicas on GPUs keep their role, since only those that "
+    "decode hold KV"
+)
 
 
 def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> Iterator[Refusal]:
-    given, several_replicas = f"memory {','.join(memories)}", len(computes) > config.tensor_parallel
+    given, stages = f"memory {','.join(memories)}", config.pipeline_parallel
+    several_replicas = len(computes) > config.tensor_parallel * stages
     if REMOTE in computes:
         yield Refusal(
             f"{given} with compute workers of other machines",
             "free memory is measured before workers of other machines join",
             f"use --memory cpu:{len(computes)}",
         )
-    if config.pipeline_parallel > 1:
+    if stages > 1 and (size(config.prefill) or "prefill" in _bounds(config)):
         yield Refusal(
-            f"{given} and pipeline_parallel {config.pipeline_parallel}",
-            "each stage would hold only the KV of its own layers, and a KV segment has all layers",
+            f"{given}, pipeline_parallel {stages} and prefill {config.prefill or config.autoscale}",
+            "stages attend to the local memory of their own replica, so that a request decodes where its prompt runs",
             "use memory workers, such as --memory cpu:1",
         )
     if several_replicas and config.pipelining == "rotational":
@@ -268,9 +278,7 @@ def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Se
 def _of_ranks_on_gpus(config: EngineConfig, given: str, memories: Sequence[str]) -> Iterator[Refusal]:
     """Yield the refusals of tensor-parallel replicas on GPUs that hold KV: they attend for others one way at most
     (``Pipeline.one_way``). ``given``: the memory pool in words."""
-    ranks, bounds = f"tensor_parallel {config.tensor_parallel}", set[str]()
-    if config.autoscale is not None:
-        bounds |= parse_bounds(config.autoscale).keys()
+    ranks, bounds = f"tensor_parallel {config.tensor_parallel}", _bounds(config)
     if "prefill" in bounds:
         yield Refusal(
             f"{given}, {ranks} and autoscale {config.autoscale}",

@@ -5,6 +5,8 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from lamina.cluster.conversations import START_TIMEOUT_S
 from lamina.cluster.pool import CPU, PLACE_S, size
 from lamina.config.engine_config import EngineConfig, overcommit
@@ -231,6 +233,10 @@ class ClusterPlan:
         only_decodes = pool == "compute" and self.pipeline.prefill > 0
         return self.compute_setup.scratch and not (only_decodes and self.has_slab(pool))
 
+    def slab_setup(self, setup: MemorySetup, name: str) -> MemorySetup:
+        """Return the setup of the slab of a worker, given that of any memory worker."""
+        return setup if name in self.kinds["memory"] else local_setup(setup, self.pipeline, self.computes, name)
+
     @property
     def pools(self) -> dict[str, Pool]:
         """The pool of each compute worker, by number."""
@@ -282,6 +288,27 @@ class ClusterPlan:
             polling=config.polling,
             gpu_share=asked.gpu_share,
         )
+
+
+def local_setup(setup: MemorySetup, pipeline: Pipeline, computes: Sequence[str], name: str) -> MemorySetup:
+    """Return the setup of a slab in a compute worker's own memory.
+
+    Such a slab receives no messages: it needs no mini-batches, and no device polls. It has no disk, which nothing would
+    read between steps. A stage's slab has the layers of the stage.
+
+    Args:
+        setup: The setup of a memory worker.
+        pipeline: Of a model that is loaded.
+        computes: All compute workers of some replicas, in order.
+        name: One of them.
+    """
+    own = msgspec.structs.replace(setup, overlap=Overlap(), overcommit=1.0, polling="host")
+    if pipeline.stages == 1:
+        return own
+    number, layers = computes.index(name), len(setup.attentions)
+    stage = number // pipeline.ranks % pipeline.stages
+    start, stop = (min(each, layers) for each in (*pipeline.starts, layers)[stage : stage + 2])
+    return msgspec.structs.replace(own, home=computes[pipeline.home(number)], layers=(start, stop))
 
 
 def cluster_plan(
@@ -351,8 +378,10 @@ def with_lending(order: Pipeline, kinds: Collection[str]) -> Pipeline:
     """Return the pipeline of replicas with local memory, which attend for each other, or one way only.
 
     The ranks of a replica on GPUs wait for each other in sums, where they serve no request. They may attend for
-    replicas that never attend for them.
+    replicas that never attend for them. Replicas of stages do not attend for each other.
     """
+    if order.stages > 1:
+        return order
     both = order.ranks == 1 or set(kinds) <= {CPU}
     apart = order.prefill > 0
     return dataclasses.replace(order, lends=both or apart, one_way=apart and not both)

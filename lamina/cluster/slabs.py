@@ -162,10 +162,10 @@ def slab_size(
 
 
 def slab_of(plan: ClusterPlan, setup: MemorySetup) -> SlabSize:
-    """Return the slab size of a memory worker on a CPU."""
+    """Return the size of the slab of ``setup`` on a CPU."""
     element = KvElement.from_setting(setup.kv_cache_dtype, setup.dtype)
     lanes, cached = plan.pipeline.lanes, plan.config.prefix_cache
-    return slab_size(setup.attentions, element, setup.forgets, plan.limits, lanes, cached)
+    return slab_size(setup.own, element, setup.forgets, plan.limits, lanes, cached)
 
 
 def without_reserved(
@@ -209,9 +209,13 @@ def with_capacities(
 
 
 def _capacities(plan: ClusterPlan, setup: MemorySetup, found: Mapping[str, Resources]) -> dict[str, int]:
-    slab = slab_of(plan, setup)
+    """Return the token slots of each worker with a slab. All stages of a replica have as many as the fewest of them."""
     sizes = _kv_bytes(plan.config, {name: plan.greetings[name].host for name in found}, found)
-    return {name: token_slots(name, slab, setup, each, sizes[name]) for name, each in found.items()}
+    setups, least = {name: plan.slab_setup(setup, name) for name in found}, dict[str, int]()
+    for name, own in setups.items():
+        slots, home = token_slots(name, slab_of(plan, own), own, found[name], sizes[name]), own.home or name
+        least[home] = min(slots, least.get(home, slots))
+    return {name: least[own.home or name] for name, own in setups.items()}
 
 
 def token_slots(name: str, slab: SlabSize, setup: MemorySetup, found: Resources, nbytes: int) -> int:

@@ -253,6 +253,20 @@ class StepExchange:
             self._share_partial = partial and (borrowed(partial[0]), borrowed(partial[1]))
         return True
 
+    @property
+    def share_partial(self) -> Partial | None:
+        """The partial of the latest ``attend_here``, which the next stage merges if it runs the next slice."""
+        return self._share_partial
+
+    def share_shape(self, spec: AttentionSpec) -> tuple[int, int, int]:
+        """Return the shape of out of ``attend_here``; 0 rows if the step has no rows there."""
+        shard = self._shards.spec(spec)
+        return 0 if self._share is None else len(self._share.queries), shard.query_heads, shard.v_dim
+
+    def receive_share(self, partial: Partial) -> None:
+        """Let ``gather`` merge the partial that the stage before has computed by ``attend_here``."""
+        self._share_partial = partial
+
     def gather(self, spec: AttentionSpec, chunks: Partial | None, sinks: Floats | None) -> torch.Tensor:
         """Merge ``chunks``, the partial of ``attend_here`` and the replies, which must all have arrived.
 

@@ -85,7 +85,7 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
             runner.dtype,
             sum(prepared.weights.expected[name].numel() for name in prepared.lowered.weights),
             prepared.lowered.vocabulary,
-            runner.padded(setup.rows) * context_nbytes_per_token(runner.attentions, runner.contexts),
+            runner.padded(setup.rows) * context_nbytes_per_token(runner.attentions, runner.contexts, setup.local),
             checkpoint_digest(place),
             starts,
             weights_held,

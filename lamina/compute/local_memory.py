@@ -40,17 +40,19 @@ Partials = dict[tuple[object, ...], Partial]
 
 
 class LocalMemory:
-    """The KV slab of a compute worker. The worker's thread owns it.
+    """The KV slab of a compute worker: of the heads of its rank, and of the layers of its stage. The worker's thread
+    owns it.
 
     Attributes:
-        store: The slab.
+        store: The slab. In plans and segments, it has the name of the replica's first stage.
     """
 
     def __init__(self, control: ControlClient, rank: Rank) -> None:
         """Allocate the slab as the engine directs. Raises ConfigError, WorkerError."""
         self.store, _, _ = make_store(control, contextlib.ExitStack())  # without a disk there is nothing to close
         self._rank = rank
-        self._usage = UsageReports(control, self.store)
+        # The first stage reports for all stages of its replica, whose slabs have the same tokens.
+        self._usage = UsageReports(control, self.store) if self.store.worker == control.name else None
         # By lane: between a step's attention and the merge of its result, other lanes may attend.
         self._partials = collections.defaultdict[int, Partials](dict)
         self._spent = Spent() if control.device == "cpu" else None
@@ -70,7 +72,8 @@ class LocalMemory:
 
         ``lent_s``: Seconds of attention for other replicas so far. On a GPU no time is known, since kernels run later.
         """
-        self._usage.send_if_due(0.0 if self._spent is None else self._spent.seconds + lent_s)
+        if self._usage is not None:
+            self._usage.send_if_due(0.0 if self._spent is None else self._spent.seconds + lent_s)
 
 
 @dataclass
@@ -84,7 +87,7 @@ class LocalShare:
     """Attends to the KV of one step in local memory. Planned once per step, used by every attention.
 
     Attributes:
-        worker: Name of the worker.
+        worker: Name of the slab.
         queries: int64 [R], the step's rows (or shards of rows) that attend to this slab, in the order of
             ``lamina.dataplane.wire.MessageRows``.
     """
@@ -130,12 +133,13 @@ class LocalShare:
 
     def missing(self, layer: int) -> list[Storing]:
         """Return the earlier chunks in other lanes for whose K and V ``attend`` must wait; empty once it may begin."""
-        return self._tables.order.missing(layer)
+        return self._tables.order.missing(layer - self._store.first)
 
     def keep(self, layer: int, k: Array, v: Array) -> None:
         """Store k [T, Hkv, D] and v [T, Hkv, Dv] of the step's tokens before ``attend``, which stores what is left."""
         if self._new is None:
-            self._keep(layer, *(_sharded(each, self._count) for each in (k, v)) if self._count > 1 else (k, v))
+            k, v = (_sharded(each, self._count) for each in (k, v)) if self._count > 1 else (k, v)
+            self._keep(layer - self._store.first, k, v)
 
     def _keep(self, layer: int, k: Array, v: Array) -> None:
         if self._kept == layer:
@@ -153,7 +157,7 @@ class LocalShare:
         Hq is the number of heads of a shard.
         """
         begun = time.monotonic()
-        partial = self._attend(layer, q, k, v)
+        partial = self._attend(layer - self._store.first, q, k, v)
         if self._spent is not None:
             self._spent.seconds += time.monotonic() - begun
         return partial

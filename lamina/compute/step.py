@@ -254,6 +254,8 @@ class StepRun:
             timeline.record_span("chunk attention", lane, begun)
         following = self._stages[index + 1]
         if following != self._replica.number:
+            if self._pending is not None:
+                raise AssertionError(f"lane {lane} leaves a stage before its attention: prompts must stay in one lane")
             self._send_context(self._replica.names[following], self.plan.turn + index + 1)
 
     def _attend_here(self, index: int, output: SliceOutput) -> None:
@@ -275,9 +277,10 @@ class StepRun:
         self._rows.ids[: self._count] = ids
 
     def _send_context(self, peer: str, turn: int) -> None:
-        """Send ids, partials of prompt chunks and context to the worker that runs the next slice."""
+        """Send ids, partials of prompt chunks and of local memory, and context to the worker that runs the next
+        slice."""
         parts: list[Array] = [np.asarray(self.tokens, np.int64)]
-        parts += [as_numpy(tensor) for tensor in self._chunks or ()]
+        parts += [as_numpy(tensor) for tensor in (*(self._chunks or ()), *(self._exchange.share_partial or ()))]
         parts += [as_numpy(tensor) for tensor in self._context]
         nbytes = sum(part.nbytes for part in parts)
         self._mail.channels[peer].begin(self.plan.lane, turn, nbytes).send_piece(parts)
@@ -307,10 +310,9 @@ class StepRun:
         if not self.tokens:
             self._set_tokens(ids.tolist(), ids)
         spec, rows = self._runner.attentions[index - 1], self._exchange.local_rows
-        self._chunks = None
-        if rows:
-            out = reader.copy_tensor((rows, spec.query_heads, spec.v_dim), torch.float32)
-            self._chunks = out, reader.copy_tensor((rows, spec.query_heads), torch.float32)
+        self._chunks = reader.copy_partial(rows, spec.query_heads, spec.v_dim) if rows else None
+        if (shape := self._exchange.share_shape(spec))[0]:
+            self._exchange.receive_share(reader.copy_partial(*shape))
         crossings = self._runner.contexts[index - 1]
         self._context = tuple(reader.copy_tensor((self._exchange.rows, *part.shape), part.dtype) for part in crossings)
         message.free()
@@ -328,10 +330,21 @@ class _Reader:
         self._offset += count * dtype.itemsize
         return tensor
 
+    def copy_partial(self, rows: int, heads: int, v_dim: int) -> Partial:
+        """Return a copy of the next partial: out [rows, heads, v_dim], and lse [rows, heads]."""
+        out = self.copy_tensor((rows, heads, v_dim), torch.float32)
+        return out, self.copy_tensor((rows, heads), torch.float32)
 
-def context_nbytes_per_token(attentions: tuple[AttentionSpec, ...], contexts: tuple[tuple[Crossing, ...], ...]) -> int:
-    """Return the most bytes per row of a context message: id, partial of a prompt chunk, context."""
+
+def context_nbytes_per_token(
+    attentions: tuple[AttentionSpec, ...], contexts: tuple[tuple[Crossing, ...], ...], local: bool = False
+) -> int:
+    """Return the most bytes per row of a context message: id, partial of a prompt chunk, context.
+
+    ``local``: Whether there is also a partial of local memory.
+    """
+    partials = 2 if local else 1
     return 8 + max(
-        spec.query_heads * (spec.v_dim + 1) * 4 + sum(part.bytes_per_token for part in crossings)
+        partials * spec.query_heads * (spec.v_dim + 1) * 4 + sum(part.bytes_per_token for part in crossings)
         for spec, crossings in zip(attentions, contexts, strict=True)
     )

@@ -112,7 +112,8 @@ class ComputeWorker(WorkerLoop):
         grammars = Grammars(lambda: load_tokenizer(control, setup), setup.eos_token_ids)
         self._sequences = Sequences(grammars, setup.eos_token_ids, sums.agree)
         self._memory, self._scratch = memory, scratch
-        self._whole = None if memory is None else runner.recorded_steps(memory.store.device)
+        alone = memory if connect.pipeline.stages == 1 else None
+        self._whole = None if alone is None else runner.recorded_steps(alone.store.device)
         if self._whole is not None:
             self._whole.reserve(min(setup.sequences, setup.rows))
         self._overlap = setup.overlap

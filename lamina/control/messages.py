@@ -81,6 +81,8 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
         forgets: True if layers with a sliding window drop the KV of tokens that have left the window.
         polling: who polls for messages, the device or the host.
         gpu_share: share of a GPU's memory that all its processes together may use.
+        home: name by which segments refer to the slab; empty: the worker's.
+        layers: indices [start, stop) of the attentions whose K and V the slab has, those of a stage; None: all.
     """
 
     attentions: list[AttentionSpec]
@@ -97,6 +99,15 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     forgets: bool = False
     polling: Polling = "host"
     gpu_share: float = 1.0
+    home: str = ""
+    layers: tuple[int, int] | None = None
+
+    @property
+    def own(self) -> list[AttentionSpec]:
+        """The attentions that the slab has room for: those of ``layers``, and at least one. A stage without attention
+        also keeps count of tokens, to know the rows of partials that it gets from the stage before."""
+        first, stop = self.layers or (0, len(self.attentions))
+        return self.attentions[first:stop] or self.attentions[-1:]
 
 
 class Reserve(msgspec.Struct, tag=True, frozen=True):

@@ -22,6 +22,7 @@ at each rank.
 
 import bisect
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -155,6 +156,19 @@ class Pipeline:
     def workers(self) -> int:
         """Compute workers of each replica."""
         return self.ranks * self.stages
+
+    def home(self, number: int) -> int:
+        """Return the compute worker by whose name segments refer to the local memory of compute worker ``number``: the
+        worker of the same rank in the first stage of the replica. Each stage there has K and V of its own layers."""
+        return number // self.workers * self.workers + number % self.ranks
+
+    def holders(self, computes: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        """Return, by compute worker that is a ``home`` of several stages, the workers of these stages.
+
+        ``computes``: Names of the compute workers, by number.
+        """
+        homes = [number for number in range(len(computes)) if self.stages > 1 and self.home(number) == number]
+        return {computes[home]: tuple(computes[home : home + self.workers : self.ranks]) for home in homes}
 
     def replica(self, lane: int, turn: int, rotates: bool | None = None) -> int:
         """Return the replica that runs slice ``turn`` of ``lane``. ``rotates`` overrides the pipeline's."""

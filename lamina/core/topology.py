@@ -54,7 +54,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         name: never used again for another worker.
         kind: kind of its device.
-        capacity: token slots. A compute worker that has some is in both pools.
+        capacity: token slots. A compute worker that has some is in both pools. The local memory of a replica's stages
+            counts as that of the first stage (``Pipeline.home``): the others have as many slots, and 0 here.
         scratch: tokens that its scratch memory holds (``lamina.compute.local_memory``).
     """
 
@@ -160,6 +161,15 @@ class Topology(msgspec.Struct, frozen=True, dict=True):
         """How many workers each pool has."""
         prefills = len(self.prefills)
         return {"prefill": prefills, "compute": len(self.computes) - prefills, "memory": len(self.memories)}
+
+    @functools.cached_property
+    def _holders(self) -> dict[str, tuple[str, ...]]:
+        return self.pipeline.holders(self.computes)
+
+    def holders(self, worker: str) -> tuple[str, ...]:
+        """Return the workers with KV of the segments on ``worker``: itself, or a worker of each stage of its replica,
+        which has K and V of its own layers."""
+        return self._holders.get(worker, (worker,))
 
     def lacks(self, lost: Collection[str]) -> Role | None:
         """Return the role that has no member once ``lost`` are gone; None if both roles have one."""

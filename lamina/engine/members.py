@@ -274,9 +274,10 @@ class Members:
             remains.recomputed,
         )
         self.recipients.end_epoch(topology, remains.kept)
-        for worker, kept in remains.kept.items():
+        held = {name: kept for worker, kept in remains.kept.items() for name in topology.holders(worker)}
+        for worker, kept in held.items():
             self.tell([worker], EndEpoch(topology, kept))
-        self.tell([name for name in topology.computes if name not in remains.kept], EndEpoch(topology))
+        self.tell([name for name in topology.computes if name not in held], EndEpoch(topology))
         if not topology.members:  # no member has an epoch to end
             self._begin_epoch(self._ending)
         return remains.poison

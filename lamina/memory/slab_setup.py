@@ -46,7 +46,7 @@ def make_store(
     setup = part(expect(control, MemorySetup))
     setup = msgspec.structs.replace(setup, polling=polling_of(control, setup.polling))
     try:
-        store = KvStore(name or control.name, setup, control.device)
+        store = KvStore(name or setup.home or control.name, setup, control.device)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -92,7 +92,7 @@ def polling_of(control: ControlClient, asked: Polling) -> Polling:
 def _of_shards(setup: MemorySetup) -> tuple[HeadShards, list[AttentionSpec]]:
     """Return how heads are sharded, and each attention with the heads of one shard."""
     shards = HeadShards(max(spec.kv_heads for spec in setup.attentions), setup.head_shards)
-    return shards, [shards.spec(spec, 0, shards.sharers(setup.ranks)) for spec in setup.attentions]
+    return shards, [shards.spec(spec, 0, shards.sharers(setup.ranks)) for spec in setup.own]
 
 
 def largest(asked: Reserve, polls: bool = False) -> Largest:

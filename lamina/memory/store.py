@@ -109,6 +109,7 @@ class KvStore:
         held: the worker's segments.
         slab: the slots of ``held``; each holds one shard of a token.
         watermarks: prompt chunks whose K and V are not all stored.
+        first: index of the model's attention that is number 0 here, above 0 in the local memory of a later stage.
     """
 
     def __init__(self, worker: str, setup: MemorySetup, device: str = "cpu") -> None:
@@ -121,8 +122,9 @@ class KvStore:
         self.threads, self.dtype = setup.threads, setup.dtype
         self.element = KvElement.from_setting(setup.kv_cache_dtype, setup.dtype)
         self._overlap, self._ranks = setup.overlap, setup.ranks
-        attentions = setup.attentions
-        self.shards = HeadShards(max(spec.kv_heads for spec in attentions), setup.head_shards)
+        attentions = setup.own
+        self.shards = HeadShards(max(spec.kv_heads for spec in setup.attentions), setup.head_shards)
+        self.first, stop = setup.layers or (0, len(attentions))
         self.held = Holdings(worker, self.shards, setup.capacity * setup.head_shards)
         self.slab = self.held.slab
         self._sharers = sharers = self.shards.sharers(setup.ranks)
@@ -131,7 +133,7 @@ class KvStore:
         alike = 1 if not self._by_part else parts
         self._specs = [[self.shards.spec(spec, part, sharers) for part in range(alike)] for spec in attentions]
         self.attentions = tuple(specs[0] for specs in self._specs)
-        self.watermarks = Watermarks(len(attentions), setup.head_shards)
+        self.watermarks = Watermarks(stop - self.first, setup.head_shards)
         self._forgets = setup.forgets
         needed = self.held.needed if setup.forgets else None
         capacity = self.slab.capacity

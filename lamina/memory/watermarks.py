@@ -58,7 +58,10 @@ ALONE = ChunkOrder()
 
 @dataclass
 class Watermarks:
-    """The chunks of one memory worker whose K and V are not all stored. One thread owns it."""
+    """The chunks of one memory worker whose K and V are not all stored. One thread owns it.
+
+    ``layers``: how many attentions store K and V; none on a stage without attention.
+    """
 
     layers: int
     shards: int
@@ -89,7 +92,7 @@ class Watermarks:
     def _register(self, door: int, turn: int, rows: MessageRows, chunks: set[int]) -> Storing | None:
         inline = {(key[0], key[1] % self.shards) for key, _ in rows.kept if key[0] in chunks}
         shards = frozenset({*inline, *((one.sequence, one.shard) for one in rows.pulled)})
-        if not shards:
+        if not shards or not self.layers:
             return None
         parts = bool(inline) + bool(rows.pulled)
         storing = Storing(door, turn, shards, bool(inline), [parts] * self.layers)

@@ -50,7 +50,7 @@ class _Known:
 
     Attributes:
         segments: Segments that hold, or will hold, its KV.
-        homes: Memory workers with its segments.
+        homes: Memory workers with its segments. In the local memory of a replica, each stage is one.
         admission: Admission of its request; None for a cached prefix, and for the carrier of a move.
         computes: Compute workers that keep state for it.
         memories: Memory workers that keep state for it: its homes, and those that it moves between.
@@ -60,16 +60,15 @@ class _Known:
     segments: list[Segment]
     admission: Admission | None = None
     carries: bool = False
-    homes: list[str] = field(init=False)
+    homes: list[str] = field(default_factory=list)
     computes: set[str] = field(default_factory=set)
     memories: set[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.place(self.segments)
         self.memories = set(self.homes)
 
-    def place(self, segments: list[Segment]) -> None:
-        self.segments, self.homes = segments, list(dict.fromkeys(segment.worker for segment in segments))
+    def place(self, segments: list[Segment], homes: list[str]) -> None:
+        self.segments, self.homes = segments, homes
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +93,24 @@ class Recipients:
 
     def __init__(self, computes: Sequence[str], pipeline: Pipeline) -> None:
         """``computes``: names of the compute workers, in the order of the pipeline's replicas."""
-        self._computes = tuple(computes)
-        self._pipeline = pipeline
+        self._follow_replicas(computes, pipeline)
         self._known: dict[int, _Known] = {}  # by sequence
         self._decoding: dict[int, _Decoding] = {}  # by lane
         self._to_forget: dict[str, tuple[float, list[int]]] = {}  # released sequences, and since when; oldest first
+
+    def _follow_replicas(self, computes: Sequence[str], pipeline: Pipeline) -> None:
+        self._computes, self._pipeline = tuple(computes), pipeline
+        self._holders = pipeline.holders(computes)
+
+    def _homes(self, segments: Iterable[Segment]) -> list[str]:
+        """Return the workers with KV of some segments."""
+        named = dict.fromkeys(segment.worker for segment in segments)
+        if not self._holders:
+            return list(named)
+        return [worker for name in named for worker in self._holders.get(name, (name,))]
+
+    def _place_on(self, known: _Known, segments: list[Segment]) -> None:
+        known.place(segments, self._homes(segments))
 
     def end_epoch(self, topology: Topology, kept: Mapping[str, Mapping[int, int]]) -> None:
         """Begin an epoch, in which compute workers know no sequence. ``kept`` has tokens by worker and sequence.
@@ -106,7 +118,7 @@ class Recipients:
         Requests and cached prefixes of which nothing is kept are forgotten. Completions that have not been forked yet
         hold no KV; they stay as long as the first completion of their request.
         """
-        self._computes, self._pipeline = topology.computes, topology.pipeline
+        self._follow_replicas(topology.computes, topology.pipeline)
         self._decoding.clear()
         self._to_forget.clear()
         lengths = {sequence: tokens for sequences in kept.values() for sequence, tokens in sequences.items()}
@@ -115,10 +127,10 @@ class Recipients:
         before, self._known = self._known, {}
         for sequence, known in before.items():
             if known.admission is not None and sequence not in lengths:
-                known.place([])
+                known.place([], [])
             elif known.admission is None and sequence in lengths and not topology.names.issuperset(known.homes):
                 # A cached prefix ends where the first of its workers that was lost held tokens.
-                known.place(forked(known.segments, sequence, lengths[sequence]))
+                self._place_on(known, forked(known.segments, sequence, lengths[sequence]))
             survives = not known.carries if known.admission is None else known.admission.sequence in alive
             if survives and topology.names.issuperset(known.homes):
                 known.computes, known.memories = set(), set(known.homes)
@@ -126,11 +138,11 @@ class Recipients:
 
     def recall(self, sequences: Mapping[int, list[Segment]]) -> None:
         """Follow sequences that memory workers have kept from an earlier engine: no request runs them."""
-        self._known |= {sequence: _Known(segments) for sequence, segments in sequences.items()}
+        self._known |= {sequence: self._new(segments) for sequence, segments in sequences.items()}
 
     def change_members(self, topology: Topology) -> None:
         """Adapt to other members within the epoch. Members that left hold no KV."""
-        self._computes, self._pipeline = topology.computes, topology.pipeline
+        self._follow_replicas(topology.computes, topology.pipeline)
         self._to_forget = {worker: one for worker, one in self._to_forget.items() if worker in topology.names}
         for known in self._known.values():
             known.computes &= topology.names
@@ -159,8 +171,8 @@ class Recipients:
             rows = DecodeRows(sequences, [starts[place] for place in places], [])
             parts.setdefault(worker, {})["decoding"] = rows
         for chunk in plan.chunks:
-            begun = [one.worker for one in self._known[chunk.sequence].segments if one.tokens[0] < chunk.stop]
-            add(dict.fromkeys(begun), "chunks", chunk)
+            begun = self._homes(one for one in self._known[chunk.sequence].segments if one.tokens[0] < chunk.stop)
+            add(begun, "chunks", chunk)
         for worker in parts.keys() & replicas:  # compute workers with local memory get the whole plan
             del parts[worker]
         for worker, part in parts.items():
@@ -200,9 +212,9 @@ class Recipients:
         for segment in plan.grown:
             known, (first, _) = self._known[segment.sequence], segment.tokens
             before = known.segments
-            ended = [one.worker for one in before if one.tokens[1] is None or one.tokens[1] > first]
+            ended = [one for one in before if one.tokens[1] is None or one.tokens[1] > first]
             ran = [worker for worker in known.homes if worker in known.computes]  # must not run it as it was
-            add(dict.fromkeys([*ended, segment.worker, *ran]), "grown", segment)
+            add(dict.fromkeys([*self._homes([*ended, segment]), *ran]), "grown", segment)
             self._place(segment.sequence, grown(before, segment), replicas, add)
         if plan.grown or plan.switches:
             self._decoding.clear()  # of other lanes too: their replicas may have forgotten a sequence that comes back
@@ -211,16 +223,19 @@ class Recipients:
         for fetch in plan.fetches:
             add((fetch.worker,), "fetches", fetch)
             if not fetch.start:  # else the plan forks it
-                self._known[fetch.child] = _Known([Segment(fetch.child, fetch.worker, fetch.heads, (0, None))])
+                self._known[fetch.child] = self._new([Segment(fetch.child, fetch.worker, fetch.heads, (0, None))])
 
     def _release(self, sequence: int, replicas: tuple[str, ...], now: float) -> None:
         if (known := self._known.pop(sequence, None)) is not None:  # else ``end_epoch`` has forgotten the sequence
             for worker in (known.computes | known.memories).difference(replicas):  # these get the whole plan
                 self._forget(worker, sequence, now)
 
+    def _new(self, segments: list[Segment], admission: Admission | None = None) -> _Known:
+        return _Known(segments, admission, homes=self._homes(segments))
+
     def _admit(self, admission: Admission, replicas: tuple[str, ...]) -> None:
         for sequence in range(admission.sequence, admission.sequence + admission.count):
-            known = self._known[sequence] = _Known(for_sequence(sequence, admission.segments), admission)
+            known = self._known[sequence] = self._new(for_sequence(sequence, admission.segments), admission)
             known.computes |= {*replicas}
 
     def _forget(self, worker: str, sequence: int, now: float) -> None:
@@ -232,9 +247,9 @@ class Recipients:
         known = self._known[sequence]
         if segments == known.segments:
             return
-        told = {*replicas, *known.homes, *(segment.worker for segment in segments)}
+        told = {*replicas, *known.homes, *self._homes(segments)}
         add(sorted((known.computes | known.memories) - told), "released", sequence)
-        known.place(segments)
+        self._place_on(known, segments)
         known.computes &= {*replicas}
         known.memories = set(known.homes)
 
@@ -250,7 +265,7 @@ class Recipients:
             for worker in dict.fromkeys([*sources, new.worker, *runs]):
                 told.setdefault(worker, []).append(new)
             known.memories.difference_update(known.homes)
-            known.place(after)
+            self._place_on(known, after)
             known.memories.update(known.homes)
         return told
 
@@ -262,7 +277,7 @@ class Recipients:
             known.computes -= stale
             add(sorted(stale.difference(known.homes)), "released", fork.child)
         else:  # a cached prefix, or admitted with the same plan
-            self._known[fork.child] = _Known(segments)
+            self._known[fork.child] = self._new(segments)
 
     # -- who gets what ------------------------------------------------------------------------------------------
 

@@ -64,6 +64,19 @@ def test_of_several_reports_the_longest_counts_and_of_lost_workers_none() -> Non
     assert [one.tokens for one in kept_of(both, TOPOLOGY.without(["compute1"]))] == [20]
 
 
+@pytest.mark.parametrize(("there", "tokens"), [(42, 40), (39, 0), (0, 0)])
+def test_of_local_memory_what_all_stages_of_the_replica_have_is_kept(there: int, tokens: int) -> None:
+    """Segments name the first stage; the last one reports what was computed."""
+    stages = Member("compute0", "compute", "cpu", "", 100), Member("compute1", "compute", "cpu", "")
+    topology = Topology(FIRST, stages, Pipeline(2, 1, stages=2, starts=(0, 2)))
+    report = computed(40, segment("compute0", (0, 4), 0, None))
+    held = {7: [(0, 0, 4, there)]} if there else {}
+    reports = {"compute0": Recalled(held={7: [(0, 0, 4, 40)]}), "compute1": Recalled([report], held)}
+    assert [one.tokens for one in kept_of(reports, topology)] == [tokens] * (tokens > 0)
+    del reports["compute0"]
+    assert not kept_of(reports, topology)
+
+
 def test_nothing_is_taken_over_once_a_role_has_no_worker_left() -> None:
     fabric = Mock(links={}, offers={}, greetings=dict.fromkeys(TOPOLOGY.names))
     saved = Saved.from_topology(fabric, TOPOLOGY.without(["compute0"]), TOPOLOGY.sizes, Limits(4, 64, 100))

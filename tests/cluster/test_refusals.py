@@ -93,7 +93,13 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
         ({"partition": "request", "kv_tokens_per_worker": 9}, ["cpu"], ["cpu"], "the second keeps it on one"),
         ({"partition": "head", "balance": "ledger"}, ["cpu"], ["cpu"], "keeps together"),
         ({}, ["cpu", "remote"], ["local"], "compute workers of other machines.*use --memory cpu:2"),
-        ({"pipeline_parallel": 2}, ["cpu"] * 2, ["local"], "a KV segment has all layers"),
+        ({"pipeline_parallel": 2, "prefill": "cpu:2"}, ["cpu"] * 4, ["local"], "a request decodes where its prompt ru"),
+        (
+            {**BALANCED, "autoscale": "prefill=2:2", "pipeline_parallel": 2},
+            ["cpu"] * 4,
+            ["local", "cpu"],
+            "prefill prefill=2:2: stages attend to the local memory of their own replica.*use memory workers",
+        ),
         ({"pipelining": "rotational"}, ["cpu"] * 2, ["local"], "a lane stays on the replica"),
         ({"prefill": "cuda:2", "tensor_parallel": 2}, ["cuda"] * 4, ["local", "cpu"], "continues on no memory worker"),
         (
@@ -116,6 +122,7 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
         ),
         ({"prefill": "cpu:1", "tensor_parallel": 2}, ["cpu"] * 4, ["cpu"], "give --prefill a multiple of 2"),
         ({"partition": "head"}, ["cpu"] * 2, ["local"], "the heads of a request stay on one replica"),
+        ({"partition": "head", "pipeline_parallel": 2}, ["cpu"] * 4, ["local"], "the heads of a request stay on one"),
         ({"kv_overcommit": 2.0}, ["cpu"], ["local"], "kv_overcommit and memory local"),
         (
             {"prompt_attention": "compute"},
@@ -137,6 +144,18 @@ def test_the_reason_is_said(settings: dict[str, Any], computes: list[str], memor
     spill = "/tmp" if "kv_overcommit" in settings else None
     with pytest.raises(ConfigError, match=says):
         require_allowed(EngineConfig(kv_spill_dir=spill, **settings), computes, memories)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("memories", [["local"], ["local", "cpu"]])
+@pytest.mark.parametrize("lanes", [None, 4, 5])
+def test_stages_may_have_local_memory(ranks: int, memories: list[str], lanes: int | None) -> None:
+    """And each lane stays on the replica that has the KV of its requests."""
+    config = EngineConfig(pipeline_parallel=2, tensor_parallel=ranks, lanes=lanes)
+    require_allowed(config, ["cpu"] * 4 * ranks, memories)
+    order = sizing.with_lending(sizing.pipeline(config, 4 * ranks, shared=False, local=True), ["cpu"])
+    assert (order.replicas, order.stages, order.ranks) == (2, 2, ranks)
+    assert not order.may_rotate and not order.lends
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,20 @@
 """How many token slots some bytes have room for."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lamina.cluster import slabs
-from lamina.cluster.slabs import Rows, SlabSize, slab_size
+from lamina.cluster.slabs import Rows, SlabSize, slab_size, with_capacities
 from lamina.config.engine_config import EngineConfig
-from lamina.control.messages import Resources
+from lamina.control.messages import MemorySetup, Resources
 from lamina.core.errors import ConfigError
 from lamina.core.types import AttentionSpec, KvElement
 from lamina.kernels.gpu.specialize import power_of_two
 from lamina.memory.device.windows import most_rows
 from lamina.schedule.limits import Limits
+from tests.cluster.test_scratch import SPECS, TOKEN, loaded, plan
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=4096)
 
@@ -54,6 +56,27 @@ def test_only_layers_with_a_window_have_fewer_rows_than_slots_and_only_if_they_f
 def test_a_gpu_holds_page_tables_as_well(capacity: int) -> None:
     words = power_of_two(2 * (2 * capacity))  # as ``lamina.memory.device.gpu`` makes them
     assert SlabSize(7).with_pages(2).nbytes(capacity) >= 7 * capacity + 4 * words
+
+
+def test_stages_of_a_replica_have_as_many_slots_as_the_fewest_of_them_for_their_own_layers() -> None:
+    """Segments name the first stage. A stage without attention counts tokens too."""
+    made = plan(["cpu"] * 4, [], pipeline_parallel=2, kv_cache_memory_bytes=300 * TOKEN)
+    assert not made.pipeline.lends
+
+    def made_of(*starts: int) -> tuple[list[MemorySetup], dict[str, int]]:
+        staged = replace(made, pipeline=replace(made.pipeline, starts=starts))
+        setup = staged.memory_setup(loaded(starts), shards=1)
+        found = dict.fromkeys(staged.computes, Resources(0, 0, 10**9, 10**9))
+        _, capacities = with_capacities(staged, setup, found)
+        return [staged.slab_setup(setup, name) for name in staged.computes], capacities
+
+    setups, capacities = made_of(0, 1)
+    assert [one.home for one in setups] == ["compute0", "compute0", "compute2", "compute2"]
+    assert [one.own for one in setups] == [SPECS[:1], SPECS[1:]] * 2
+    assert capacities == dict.fromkeys(made.computes, 100)
+    setups, capacities = made_of(0, 4)
+    assert [one.layers for one in setups] == [(0, 4), (4, 4)] * 2 and len(setups[1].own) == 1
+    assert capacities == dict.fromkeys(made.computes, 75)
 
 
 def on_gpu(free: int) -> Resources:

@@ -171,6 +171,13 @@ def test_stages_are_linked_with_their_neighbours_in_the_replica_alone(pipeline: 
         assert {peer % pipeline.ranks for peer in peers} == {one % pipeline.ranks}
 
 
+def test_segments_name_the_same_rank_of_the_first_stage() -> None:
+    pipeline = Pipeline(4, 2, ranks=2, stages=2)
+    assert [pipeline.home(number) for number in range(8)] == [0, 1, 0, 1, 4, 5, 4, 5]
+    assert pipeline.holders("abcdefgh") == {"a": ("a", "c"), "b": ("b", "d"), "e": ("e", "g"), "f": ("f", "h")}
+    assert Pipeline(4, 4, ranks=2).holders("abcdefgh") == {}
+
+
 @pytest.mark.parametrize(
     ("pipeline", "says"),
     [

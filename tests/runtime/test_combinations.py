@@ -80,9 +80,17 @@ ORDINARY: Settings = {
     "lanes on local memory": {"compute": "cpu:1", "memory": "local,cpu:1", "lanes": 5, "pipelining": "fixed"},
     "instances": {"compute": "cpu:2", "memory": "local,cpu:1", "lanes": 4, "partition": "token"},
     "ranks with local memory": {"tensor_parallel": 2, "compute": "cpu:4", "memory": "local", "lanes": 4},
+    "stages with local memory": {"pipeline_parallel": 2, "compute": "cpu:4", "memory": "local", "lanes": 5},
     "lanes on ranks": {"tensor_parallel": 2, "compute": "cpu:2", "memory": "cpu:1", "lanes": 6},
 }
 OTHERS: Settings = {
+    "ranks x stages with local memory": {
+        "tensor_parallel": 2,
+        "pipeline_parallel": 2,
+        "compute": "cpu:4",
+        "memory": "local",
+    },
+    "stages with both": {"pipeline_parallel": 2, "compute": "cpu:2", "memory": "local,cpu:1", "lanes": 4},
     "ranks with both": {"tensor_parallel": 2, "compute": "cpu:2", "memory": "local,cpu:2", "lanes": 3},
     "rotating over ranks": {"tensor_parallel": 2, "compute": "cpu:4", "memory": "cpu:2", "pipelining": "rotational"},
     "ranks over tcp": {"tensor_parallel": 2, "compute": "cpu:2", "memory": "cpu:2", "lanes": 7, "transport": "tcp"},

@@ -57,6 +57,7 @@ def looked_up(server: Server) -> tuple[int, int]:
         pytest.param("llama", (*RANKS, "--memory", "cpu:2"), id="ranks"),
         pytest.param("llama", (*RANKS, "--memory", "local"), id="ranks with local memory", marks=pytest.mark.slow),
         pytest.param("llama", (*STAGES, "--memory", "cpu:1"), id="stages", marks=pytest.mark.slow),
+        pytest.param("llama", (*STAGES, "--memory", "local"), id="stages with local memory", marks=pytest.mark.slow),
         pytest.param("gemma2", ("--compute", "cpu:1", "--memory", "cpu:1"), id="windows", marks=pytest.mark.slow),
     ],
 )

@@ -91,6 +91,10 @@ def test_each_stage_loads_its_own_weights_and_an_embedding_tied_to_the_head_at_b
         {"balance": "bandwidth", "kv_tokens_per_worker": 40},
         {"compute": "cpu:4"},
         {"compute": "cpu:3", "pipeline_parallel": 3},
+        {"memory": "local"},
+        {"compute": "cpu:4", "memory": "local", "lanes": 8},
+        {"memory": "local,cpu:1", "kv_tokens_per_worker": 40, "prompt_attention": "compute"},
+        {"memory": "local", "kv_cache_memory_bytes": 150_000},  # requests give way
     ],
     ids=str,
 )
@@ -120,6 +124,22 @@ def test_four_stages_equal_hugging_face(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", NAMES)
 def test_two_stages_equal_hugging_face(family: str, tmp_path: Path) -> None:
     check(tmp_path, served(family) if family in SERVED else variant(family), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SERVED)
+def test_stages_with_local_memory_equal_hugging_face(family: str, tmp_path: Path) -> None:
+    """Each stage has K and V of its own layers, of windows and of both kinds too."""
+    check(tmp_path, served(family), 2, memory="local")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_with_local_memory_of_gpus_equal_hugging_face(stages: int, tmp_path: Path) -> None:
+    """Of three stages, the last one has no layer's attention."""
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    model = served("llama", layers=2)
+    check(tmp_path, model, stages, lengths=(1, 3, 30), compute=f"emulated:{stages}", memory="local")
 
 
 @pytest.mark.slow

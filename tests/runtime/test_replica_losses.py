@@ -53,6 +53,16 @@ def wait_for_whole(engine: Engine, computes: int, memories: int) -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            2, ["compute1"], {"pipeline_parallel": 2, "memory": "local"}, id="stages with KV", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            4,
+            ["compute3"],
+            {"pipeline_parallel": 2, "memory": "local", "lanes": 5},
+            id="one of two of stages with local memory",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             4,
             ["compute3"],
             {"tensor_parallel": 2, "pipeline_parallel": 2},

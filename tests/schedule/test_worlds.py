@@ -42,6 +42,8 @@ KINDS = (
     "lends, two ranks",
     "lends, two ranks, prompts apart, one way",
     "local",
+    "local, two stages",
+    "local, two stages, two ranks",
     "pool",
     "pool, prompts apart",
     "stripes",
@@ -53,12 +55,13 @@ ENOUGH = 6000
 class Worker:
     """The bookkeeping of one worker: of KV if it has slots, of what it computes if it is a compute worker."""
 
-    def __init__(self, member: Member, shards: HeadShards, ranks: int) -> None:
+    def __init__(self, member: Member, home: Member, shards: HeadShards, ranks: int) -> None:
+        """``home``: the member by whose name segments refer to the slab."""
         heads = shards.heads
         spec = AttentionSpec(layer=0, query_heads=heads, kv_heads=heads, qk_dim=1, v_dim=1, scale=1.0)
-        setup = MemorySetup([spec], DType.FLOAT32, member.capacity, 1, Overlap(), False)
+        setup = MemorySetup([spec], DType.FLOAT32, home.capacity, 1, Overlap(), False)
         setup = msgspec.structs.replace(setup, head_shards=shards.count, ranks=ranks)
-        self.store = KvStore(member.name, setup) if member.capacity else None
+        self.store = KvStore(home.name, setup) if home.capacity else None
         self.sequences = Sequences(Mock(), [], lambda tokens: tokens) if member.role == "compute" else None
 
     def apply(self, plan: StepPlan, runs: bool, lends: bool) -> list[StepTables]:
@@ -88,16 +91,27 @@ class World:
 
     def __init__(self, kind: str, chance: random.Random, changes: int) -> None:
         self.chance, self.changes, self._numbers = chance, changes, itertools.count()
-        self.ranks = 2 if "ranks" in kind else 1
+        self.ranks, self.stages = 2 if "ranks" in kind else 1, 2 if "stages" in kind else 1
         self.shards = HeadShards(4, 2) if "stripes" in kind or "ranks" in kind else HeadShards(2)
-        self.local, self.lends, self.one_way = "lends" in kind or kind == "local", "lends" in kind, "one way" in kind
+        self.local, self.lends, self.one_way = "lends" in kind or "local" in kind, "lends" in kind, "one way" in kind
         replicas, capacity = chance.choice([2, 2, 3]), chance.choice(CAPACITIES)
-        lanes, prefill = replicas * chance.choice([1, 1, 2]), int("apart" in kind)
-        ranks, one_way = self.ranks, self.one_way
-        self.first = Pipeline(lanes, replicas, ranks=ranks, prefill=prefill, lends=self.lends, one_way=one_way)
-        without = prefill * ranks if one_way else 0
-        members = [self._member("compute", 0) for _ in range(without)]
-        members += [self._member("compute", capacity if ranks > 1 else None) for _ in range(replicas * ranks - without)]
+        lanes, prefill = replicas * self.stages * chance.choice([1, 1, 2]), int("apart" in kind)
+        ranks, one_way, stages = self.ranks, self.one_way, self.stages
+        starts = (0, 1) if stages > 1 else ()
+        self.first = Pipeline(
+            lanes,
+            replicas,
+            ranks=ranks,
+            stages=stages,
+            starts=starts,
+            prefill=prefill,
+            lends=self.lends,
+            one_way=one_way,
+        )
+        without = prefill if one_way else 0
+        members = [one for _ in range(without) for one in self._replica(0)]
+        for _ in range(replicas - without):
+            members += self._replica(capacity if ranks > 1 else None)
         counts = [0] if one_way else [0, 1, 2] if self.local else [2, 3]
         members += [self._member("memory") for _ in range(chance.choice(counts))]
         self.topology = Topology(FIRST, tuple(members), self.first)
@@ -119,7 +133,7 @@ class World:
         )
         self.scheduler = self.turn.scheduler
         self.recipients = Recipients(self.topology.computes, self.first)
-        self.workers = {member.name: Worker(member, self.shards, self.ranks) for member in members}
+        self.workers = self._workers(members)
         self.leaves = Leaves(Mock(), Mock(), self.scheduler)
         self.unanswered: dict[int, StepPlan] = {}
         self.moves: list[int] = []
@@ -133,6 +147,18 @@ class World:
         if role == "memory":
             return Member(f"memory{number}", "memory", "cpu", "", slots)
         return Member(f"compute{number}", "compute", "cpu", "", slots if self.local else 0)
+
+    def _replica(self, capacity: int | None) -> list[Member]:
+        """Return the compute workers of a replica, the first stage of which has the capacity of all."""
+        first = [self._member("compute", capacity) for _ in range(self.ranks)]
+        return first + [self._member("compute", 0) for _ in range((self.stages - 1) * self.ranks)]
+
+    def _workers(self, members: Sequence[Member]) -> dict[str, Worker]:
+        """Return workers for the compute workers of some replicas, in order, and for memory workers after them."""
+        computes = [member for member in members if member.role == "compute"]
+        homes = [computes[self.first.home(number)] for number in range(len(computes))] + [*members[len(computes) :]]
+        pairs = zip(members, homes, strict=True)
+        return {member.name: Worker(member, home, self.shards, self.ranks) for member, home in pairs}
 
     # -- callers
 
@@ -207,8 +233,8 @@ class World:
             assert known is not None
             for holder in {segment.worker for step in plan.sequences for segment in known.segments[step.sequence]}:
                 rows = message_rows(plan, known.segments, holder, self.shards, rank, self.ranks)
-                if not rows.empty:
-                    same(rows, found[holder][rank].rows)
+                for each in () if rows.empty else self.topology.holders(holder):
+                    same(rows, found[each][rank].rows)
 
     def check_one_way(self, plan: StepPlan, runs: set[str]) -> None:
         """Check that KV of a sequence is on one replica: the one that runs the step, unless that only runs prompts."""
@@ -235,8 +261,9 @@ class World:
         self.leaves.apply_topology(self.topology)
         self.recipients.end_epoch(self.topology, remains.kept)
         self.workers = {name: worker for name, worker in self.workers.items() if name not in lost}
+        held = {one: kept for name, kept in remains.kept.items() for one in self.topology.holders(name)}
         for name, worker in self.workers.items():
-            worker.end_epoch(remains.kept.get(name, {}))
+            worker.end_epoch(held.get(name, {}))
         for group in self.scheduler.stranded:
             self.abort(group.request.request_id)
         self.turn.begin_epoch()
@@ -247,11 +274,10 @@ class World:
         self.recipients.change_members(topology)
 
     def join(self, role: str) -> None:
-        count = self.ranks if role == "compute" else 1
         again = self.one_way and not self.topology.prefills
-        slots = 0 if again else max(self.topology.capacities.values()) if count > 1 else None
-        members = [self._member(role, slots) for _ in range(count)]
-        self.workers |= {member.name: Worker(member, self.shards, self.ranks) for member in members}
+        slots = 0 if again else max(self.topology.capacities.values()) if self.ranks > 1 else None
+        members = self._replica(slots) if role == "compute" else [self._member(role)]
+        self.workers |= self._workers(members)
         pipeline, prefill = self.topology.pipeline, self.topology.pipeline.prefill
         if role == "compute":
             more = again if self.one_way else (self.lends or not self.local) and self.chance.random() < 0.3
@@ -319,8 +345,8 @@ class World:
         for name, sequences in self.recipients.overdue(float("inf")):
             self.workers[name].release(sequences)
         idle = kept.on_workers(kept.idle)
-        for name, worker in self.workers.items():
-            assert worker.store is None or worker.store.used_tokens == idle.get(name, 0)
+        for worker in self.workers.values():
+            assert worker.store is None or worker.store.used_tokens == idle.get(worker.store.worker, 0)
             assert worker.sequences is None or not (len(worker.sequences) or worker.sequences.segments)
 
 

@@ -109,7 +109,12 @@ def _check_order(name: str, segments: Mapping[int, Sequence[Segment]]) -> None:
 
 def _check_told(name: str, store: KvStore, known: Collection[Any]) -> None:
     """The engine knows of every segment with tokens, and so releases it at some time."""
-    told = {(one.sequence, one.tokens[0], one.heads) for each in known for one in each.segments if one.worker == name}
+    told = {
+        (one.sequence, one.tokens[0], one.heads)
+        for each in known
+        for one in each.segments
+        if one.worker == store.worker
+    }
     held = {
         (sequence, first, (start, stop))
         for sequence, segments in store.held.lengths.items()
@@ -199,7 +204,7 @@ def check_quiet(run: "Simulation") -> None:
         )
         if (store := _store(worker)) is not None:
             _check_slab(name, store.slab)
-            idle, held = prefixes.idle(name)[0], store.used_tokens
+            idle, held = prefixes.idle(store.worker)[0], store.used_tokens
             require(held == idle, f"{name} holds {held} tokens; the engine knows of {idle} in cached prefixes")
             _check_told(name, store, engine._members.recipients._known.values())
         if isinstance(worker, MemoryWorker):

@@ -89,7 +89,7 @@ def layout(seed: int) -> Layout:
                 continue
         except ConfigError:
             continue
-        if _is_allowed(made):
+        if _is_allowed(made) and not (made.local and made.config.pipeline_parallel > 1):  # that is a variant
             break
     frontends = random.Random(f"frontends {seed}").choice([0, 1, 2])
     made = dataclasses.replace(made, frontends=frontends)
@@ -151,6 +151,29 @@ def _instances(made: Layout, chance: random.Random) -> Layout:
         lanes=(replicas + prefill) * chance.choice([1, 2]),
     )
     return dataclasses.replace(made, computes=replicas + prefill, memories=0, local=True, config=config, one_way=False)
+
+
+def _staged(made: Layout, chance: random.Random) -> Layout:
+    """Return a cluster whose stages each hold the KV of their own layers. The last of many has no layer's attention."""
+    ranks, stages, replicas = chance.choice([1, 1, 2]), chance.choice([2, 2, LAYERS, LAYERS + 1]), chance.choice([1, 2])
+    memories = chance.choice([0, 0, 1])
+    config = dataclasses.replace(
+        made.config,
+        compute=f"{CPU}:{replicas * ranks * stages}",
+        prefill=None,
+        tensor_parallel=ranks,
+        pipeline_parallel=stages,
+        memory=f"{LOCAL},{CPU}:{memories}" if memories else LOCAL,
+        kv_overcommit=1.0,
+        kv_spill_dir=None,
+        partition="auto",
+        balance="auto",
+        pipelining="fixed",
+        prompt_attention=made.config.prompt_attention if memories else "memory",
+        lanes=replicas * stages * chance.choice([1, 2]) + chance.choice([0, 1]),
+    )
+    computes = replicas * ranks * stages
+    return dataclasses.replace(made, computes=computes, memories=memories, local=True, config=config, one_way=False)
 
 
 def _apart(made: Layout, chance: random.Random) -> Layout:
@@ -238,6 +261,7 @@ VARIANTS: Mapping[str, Variant] = {
     "policy": Variant(0.15, _loongserve),
     "one way": Variant(0.05, _one_way),
     "instances": Variant(0.1, _instances),
+    "staged": Variant(0.1, _staged),
     "apart": Variant(0.1, _apart),
     "disks": Variant(0.15, _spilled),
     "int8": Variant(0.15, _coded),

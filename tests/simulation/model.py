@@ -165,7 +165,7 @@ def load(
     """Do what ``compute.loading.load`` does, for this model."""
     starts = tuple(stage * (LAYERS + 1) // setup.stages for stage in range(setup.stages))
     runner = HashRunner(range(starts[setup.stage], (*starts, LAYERS + 1)[setup.stage + 1]), ranks, on_slice)
-    context = runner.padded(setup.rows) * context_nbytes_per_token(runner.attentions, runner.contexts)
+    context = runner.padded(setup.rows) * context_nbytes_per_token(runner.attentions, runner.contexts, setup.local)
     control.send(ModelLoaded(list(ATTENTIONS), DType.FLOAT32, 1, VOCABULARY, context, "hash", starts))
     return runner, HeadShards.for_model(ATTENTIONS, setup.head_workers, setup.ranks)
 

@@ -180,10 +180,11 @@ class Deployment:
                 "with local memory, a lane stays on the copy of the weights that has the KV of its requests; leave "
                 "out rotational pipelining"
             )
-        if self.pipeline_parallel > 1 and self.local:
+        if self.pipeline_parallel > 1 and self.local and self.prefill is not None:
             raise ConfigError(
-                f"local memory and {self.pipeline_parallel} stages: each stage would hold only the KV of its own "
-                "layers, and a KV segment has all layers; give --memory KIND:COUNT"
+                f"local memory, {self.pipeline_parallel} stages and workers for prompts alone: stages attend to the "
+                "memory of their own copy of the weights, so that a request decodes where its prompt runs; give "
+                "--memory KIND:COUNT"
             )
         for workers in (self.compute_workers, self.prefill_workers):
             if workers % self.group:
@@ -232,7 +233,7 @@ class Deployment:
     @property
     def lends(self) -> bool:
         """Whether replicas attend for each other to KV in their local memory (``Pipeline.lends``)."""
-        several = self.replicas + self.prefill_replicas > 1
+        several = self.replicas + self.prefill_replicas > 1 and self.pipeline_parallel == 1
         return self.local and several and (not self._ranks_on_gpus or self.prefill is not None)
 
     @property
@@ -281,9 +282,12 @@ class Deployment:
         """Tokens of KV of each memory worker or, with local memory, of each copy of the weights."""
         if not self.local:
             return self.memory_cost.kv_tokens
-        usable = self.compute_cost.usable_bytes - self.reserved_bytes
-        free = self.tensor_parallel * usable - self.model.weight_bytes
-        return int(free / self.model.kv_bytes_per_token)
+        usable, shape = self.tensor_parallel * (self.compute_cost.usable_bytes - self.reserved_bytes), self.model
+        if self.pipeline_parallel == 1:
+            return int((usable - shape.weight_bytes) / shape.kv_bytes_per_token)
+        layer = shape.kv_bytes_per_token / shape.layers
+        stages = _stages(shape, self.pipeline_parallel)  # the one with the least room counts
+        return min(int((usable - weights) / (layer * layers)) for weights, layers in stages if layers)
 
     @property
     def reserved_bytes(self) -> float:
@@ -377,12 +381,25 @@ def scratch_of(
 
 def stage_starts(shape: ModelShape, stages: int) -> tuple[int, ...]:
     """Return the first slice of each stage, as compute workers divide the model. Raises ConfigError."""
+    return divide(_slice_weights(shape), stages)
+
+
+def _stages(shape: ModelShape, stages: int) -> list[tuple[int, int]]:
+    """Return, by stage, the bytes of its weights, and how many layers have their attention there."""
+    slices, starts = _slice_weights(shape), stage_starts(shape, stages)
+    parts = [slices[start:stop] for start, stop in zip(starts, (*starts[1:], len(slices)), strict=True)]
+    held = [sum({name: nbytes for one in part for name, nbytes in one.items()}.values()) for part in parts]
+    return [(weights, len(part) - (part is parts[-1])) for weights, part in zip(held, parts, strict=True)]
+
+
+def _slice_weights(shape: ModelShape) -> list[dict[str, int]]:
+    """Return the bytes of the weights that each slice needs, by name."""
     ends = shape.vocabulary * shape.hidden * shape.dtype.itemsize
     layer = (shape.weight_bytes - ends * (1 if shape.tied_embeddings else 2)) // shape.layers
     before = round(shape.hidden * shape.head_size * (shape.query_heads + 2 * shape.kv_heads) * shape.dense_itemsize)
     slices = [{f"{k} after": layer - before, f"{k + 1} before": before} for k in range(shape.layers - 1)]
     first, last = {"embedding": ends, "0 before": before}, {f"{shape.layers - 1} after": layer - before}
-    return divide([first, *slices, last | {"embedding" if shape.tied_embeddings else "head": ends}], stages)
+    return [first, *slices, last | {"embedding" if shape.tied_embeddings else "head": ends}]
 
 
 @lru_cache(maxsize=32)

@@ -284,12 +284,15 @@ class LocalStepModel(_Model):
     time than the pulls.
     """
 
-    latency_s = 0.0  # most steps send no message; the latency of the others is part of their shares
+    latency_s = 0.0  # most attentions send no message; the latency of the others is part of their shares
 
     def __init__(self, deployment: Deployment, holders: Sequence[CostModel], lent: Lent) -> None:
         """``holders``: the cost model of each replica."""
         super().__init__(deployment)
         self._holders, self._lent = holders, lent
+        shape = deployment.model
+        partial = shape.query_heads * (shape.head_size + 1) * 4  # of the attention after a stage's last slice
+        self._context_bytes = shape.hidden * shape.dtype.itemsize + partial
 
     def times(
         self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int], split: Mapping[int, SplitSequence], own: int
@@ -357,7 +360,7 @@ class LocalStepModel(_Model):
             chunks_s=attention_s,
             send_s=float(cost.wire_seconds(sent)) / tp if sent else 0.0,
             receive_s=float(cost.wire_seconds(asked)) / tp if asked else 0.0,
-            context_s=0.0,
+            context_s=cost.fits.runtime.round_trip_s / 2 + float(cost.wire_seconds(rows * self._context_bytes)) / tp,
             shares=shares,
         )
 

@@ -303,7 +303,14 @@ class Simulation:
             for replica, (holder, scratch) in enumerate(zip(self._holders, self._scratch, strict=True))
         ]
         members = [
-            Member(f"compute{index}", "compute", CPU, "", slots[index // stages], self._scratch[index // stages])
+            Member(
+                f"compute{index}",
+                "compute",
+                CPU,
+                "",
+                0 if index % stages else slots[index // stages],
+                self._scratch[index // stages],
+            )
             for index in range(self._stages)
         ]
         capacity = self._deployment.kv_tokens if self._memories else 0

@@ -48,6 +48,21 @@ def test_stages_run_chunks_of_one_prompt_at_the_same_time() -> None:
         assert 1 <= seconds(4, prompt, output) / seconds(1, prompt, output) < 1.05  # the context travels
 
 
+def test_stages_keep_kv_of_their_own_layers_and_serve_as_many_requests_as_one_worker_if_a_batch_is_on_each() -> None:
+    """Two stages have room for more than twice the KV beside one copy of the weights. Decoding sequences on two lanes
+    share the devices; a single sequence gains nothing."""
+    pools: dict[str, Any] = {"model": LLAMA, "compute": A100, "local": True, "max_num_batched_tokens": 512}
+    one = Deployment(**pools, compute_workers=1)
+    two = Deployment(**pools, compute_workers=2, pipeline_parallel=2)
+    assert not two.lends and 2 < two.kv_tokens / one.kv_tokens < 3
+    took = {}
+    for requests in (1, 64):
+        arrivals = Arrivals(np.zeros(requests), np.full(requests, 100), np.full(requests, 50))
+        took[requests] = [simulate(each, arrivals).seconds for each in (one, two)]
+    assert 1 <= took[1][1] / took[1][0] < 1.05
+    assert 0.5 < took[64][1] / took[64][0] < 0.95
+
+
 def test_stages_are_those_that_workers_load() -> None:
     """Stages have about equal bytes. The first has the embedding, which weighs less than a layer here; the last, the
     head."""
@@ -62,8 +77,8 @@ def test_stages_that_the_runtime_refuses_are_refused() -> None:
     pools: dict[str, Any] = {"model": LLAMA, "compute": A100, "pipeline_parallel": 2}
     with pytest.raises(ConfigError, match="3 compute workers do not divide into groups of 2"):
         Deployment(**pools, compute_workers=3)
-    with pytest.raises(ConfigError, match="local memory and 2 stages"):
-        Deployment(**pools, compute_workers=2, local=True)
+    with pytest.raises(ConfigError, match="local memory, 2 stages and workers for prompts alone"):
+        Deployment(**pools, compute_workers=2, local=True, prefill=A100, prefill_workers=2)
     with pytest.raises(ConfigError, match="leave it out with --system chunked-prefill"):
         simulate(
             Deployment(**pools, compute_workers=2),
