@@ -7,6 +7,7 @@ chunk, and to the tokens before it that are in scratch memory (``lamina.compute.
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -129,14 +130,8 @@ class StepExchange:
         if share is not None and len(share.queries):
             here.append(share.queries)
         found = np.zeros(self._total * own.count, np.int64)  # number of partials of each shard so far
-
-        def number(shards: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-            parts = found[shards].copy()
-            np.add.at(found, shards, 1)
-            return parts
-
         queries = [remote.rows.queries for remote in self._remotes]
-        here_parts = list(map(number, here))
+        here_parts = [_count(found, shards) for shards in here]
         self._transfers = carrier.transfers(
             ExchangedRows(
                 self._total,
@@ -144,7 +139,7 @@ class StepExchange:
                 own.count,
                 queries,
                 appends=[remote.rows.appends for remote in self._remotes],
-                parts=list(map(number, queries)),
+                parts=[_count(found, shards) for shards in queries],
                 here=here,
                 here_parts=here_parts,
             )
@@ -222,7 +217,7 @@ class StepExchange:
             return None
         out, lse = self._carrier.attend(output, self._chunks.rows, self._chunks.segments, spec)
         if self._scratch is not None:
-            before = self._scratch.attend(index, *(each[: self._total] for each in self._carrier.lent(output)))
+            before = self._scratch.attend(index, *self._lent(output))
             if before is not None:
                 _merge_rows(out, lse, self._scratch_rows, *map(self._carrier.borrowed, before))
         return out, lse
@@ -234,7 +229,7 @@ class StepExchange:
     def keep_here(self, index: int, output: SliceOutput) -> None:
         """Append k and v to this worker's own memory before ``attend_here``. What that waits for is fetched first."""
         if self._share is not None:
-            _, k, v = (each[: self._total] for each in self._carrier.lent(output))
+            _, k, v = self._lent(output)
             self._share.keep(index, k, v)
             for earlier in self._share.missing(index):
                 self._mail.fetch_first(earlier.door, earlier.turn + index)
@@ -246,8 +241,7 @@ class StepExchange:
         """
         if self._share is None:
             return False
-        q, k, v = (each[: self._total] for each in self._carrier.lent(output))
-        partial = self._share.attend(index, q, k, v)
+        partial = self._share.attend(index, *self._lent(output))
         if partial is not self._share_arrays:  # most layers write the same ones
             self._share_arrays, borrowed = partial, self._carrier.borrowed
             self._share_partial = partial and (borrowed(partial[0]), borrowed(partial[1]))
@@ -266,6 +260,14 @@ class StepExchange:
     def receive_share(self, partial: Partial) -> None:
         """Let ``gather`` merge the partial that the stage before has computed by ``attend_here``."""
         self._share_partial = partial
+
+    def _lent(self, output: SliceOutput) -> tuple[Any, Any, Any]:
+        """Return q, k and v as arrays of the device, without padding rows."""
+        arrays, total = self._carrier.lent(output), self._total
+        if total == self.rows:
+            return arrays
+        q, k, v = arrays
+        return q[:total], k[:total], v[:total]
 
     def gather(self, spec: AttentionSpec, chunks: Partial | None, sinks: Floats | None) -> torch.Tensor:
         """Merge ``chunks``, the partial of ``attend_here`` and the replies, which must all have arrived.
@@ -323,6 +325,13 @@ def _merge_rows(
     both = torch.logaddexp(own, sums)
     out[rows] = out[rows] * (own - both).exp_()[..., None] + more * (sums - both).exp_()[..., None]
     lse[rows] = both
+
+
+def _count(found: npt.NDArray[np.int64], shards: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Add one partial of each of ``shards`` to ``found``, the numbers of partials so far; return those before."""
+    parts = found[shards]
+    found[shards] += 1
+    return parts
 
 
 def _shards_of(rows: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:

@@ -63,6 +63,9 @@ class StepRun:
     Attributes:
         tokens: The step's token ids, known once this worker's first slice has run.
         is_launched: Whether all slices have been given to the device at once, which may still run them.
+        index: Index of this worker's next slice, -1 after its last one.
+        moved_here: Whether another replica or stage ran the slice before the next one. For slice 0, that is the last
+            slice of the lane's last step, unless lanes rotate.
     """
 
     def __init__(
@@ -91,11 +94,11 @@ class StepRun:
         self._stages = pipeline.stages_of(plan.lane, plan.turn, slices, plan.rotates)
         self._own = [index for index, stage in enumerate(self._stages) if stage == replica.number]
         self._follows = follows and pipeline.stages > 1
-        self._next = 0
+        self._advance_to(0)
         prompts = [at for chunk in plan.chunks for at in range(chunk.start, chunk.stop)]
         positions = torch.tensor(plan.decoding.starts + prompts)
         self._rows = Rows(torch.zeros(exchange.rows, dtype=torch.int64), pad(positions, exchange.rows), workspace)
-        self._count = len(positions)
+        self._count = plan.row_count
         self._news = False
         ends = itertools.accumulate(len(step.tokens) for step in plan.sequences)
         chosen = [end - 1 for end, step in zip(ends, plan.sequences, strict=True) if step.draws]
@@ -108,10 +111,11 @@ class StepRun:
         self._chunks: Partial | None = None
         self._pending: SliceOutput | None = None  # of the latest slice, until it has attended to local memory
 
-    @property
-    def index(self) -> int:
-        """Index of this worker's next slice, -1 after its last one."""
-        return self._own[self._next] if self._next < len(self._own) else -1
+    def _advance_to(self, place: int) -> None:
+        """Let the next slice be number ``place`` of this worker's."""
+        self._next = place
+        self.index = self._own[place] if place < len(self._own) else -1
+        self.moved_here = self._stages[self.index - 1] != self._replica.number
 
     @property
     def tick(self) -> int:
@@ -153,14 +157,6 @@ class StepRun:
         return news
 
     @property
-    def moved_here(self) -> bool:
-        """Whether another replica or stage ran the slice before the next one.
-
-        For slice 0, that is the last slice of the lane's last step, unless lanes rotate.
-        """
-        return self._stages[self.index - 1] != self._replica.number
-
-    @property
     def _former(self) -> str:
         return self._replica.names[self._stages[self.index - 1]]
 
@@ -177,7 +173,7 @@ class StepRun:
             logits = self._run_whole()
             if logits is not None:
                 return logits
-            self._next += 1
+            self._advance_to(1)
             self._run_inner(0, None)
             return None
         if self.moved_here:
@@ -186,7 +182,7 @@ class StepRun:
             self._attend_here(index - 1, self._pending)
             self._pending = None
         attention = self._gather(index)
-        self._next += 1
+        self._advance_to(self._next + 1)
         if index < len(self._runner.attentions):
             self._run_inner(index, attention)
             return None
@@ -200,7 +196,8 @@ class StepRun:
         logits = self._whole.run_step(self._rows, self._table)
         if logits is None:
             return None
-        self._next, self.is_launched, self._launched_ns = len(self._own), True, begun
+        self.is_launched, self._launched_ns = True, begun
+        self._advance_to(len(self._own))
         return logits[: self._count]
 
     def record_launched(self) -> None:
@@ -223,7 +220,7 @@ class StepRun:
 
     def _run_last(self, attention: torch.Tensor) -> torch.Tensor | None:
         self._exchange.return_slots()
-        if not len(self._chosen):
+        if not self._chosen.shape[0]:
             # A barrier: when a step ends on one rank, all ranks have received their replies, so that memory workers
             # have stored all K and V. With logits, their all-reduce is the barrier.
             self._replica.sums.meet()

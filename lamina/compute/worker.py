@@ -251,31 +251,39 @@ class ComputeWorker(WorkerLoop):
         logits = step.run_slice(self._sequences.drawn)
         if step.take_news():
             self._sequences.append_tokens(step.plan, step.tokens)
-        last = step.index < 0
         if step.is_launched:
             self._answer()  # the engine plans the next step while the device runs this one
             self._take_in_next()
             step.record_launched()
-        drawing = self._timeline.now()
-        done = self._sequences.draw(step.plan, logits) if last and step.ends_here else None
-        if done is not None:
-            step.finish_last_slice(done)
-            self._timeline.record_span("draw", step.plan.lane, drawing)
+        last = step.index < 0
+        done = self._draw(step, logits) if last and step.ends_here else None
         now = time.monotonic()
         lane.busy_s += now - begun
-        self._report(lane, now)
+        if now - lane.reported >= REPORT_S:
+            lane.reported = now
+            self._control.send(Working([step.plan.lane]))
         if last:
-            if done is not None:
-                attentions = len(self._runner.attentions)
-                whole = lane.busy_s * step.shares
-                waited = lane.waited_s * attentions / max(lane.waits, 1)
-                done = msgspec.structs.replace(done, rows=len(step.tokens), busy_s=whole, waited_s=waited)
-                self._queue_answer(done)
-                self._sequences.on_step_done(step.plan)
-            lane.steps.popleft()
-            lane.busy_s, lane.waited_s, lane.waits = 0.0, 0.0, 0
+            self._end_step(lane, step, done)
         self._lanes.count_slice()
         self._lanes.expect_next(lane)
+
+    def _draw(self, step: StepRun, logits: torch.Tensor | None) -> StepDone:
+        begun = self._timeline.now()
+        done = self._sequences.draw(step.plan, logits)
+        step.finish_last_slice(done)
+        self._timeline.record_span("draw", step.plan.lane, begun)
+        return done
+
+    def _end_step(self, lane: Lane, step: StepRun, done: StepDone | None) -> None:
+        if done is not None:
+            attentions = len(self._runner.attentions)
+            whole = lane.busy_s * step.shares
+            waited = lane.waited_s * attentions / max(lane.waits, 1)
+            done = msgspec.structs.replace(done, rows=len(step.tokens), busy_s=whole, waited_s=waited)
+            self._queue_answer(done)
+            self._sequences.on_step_done(step.plan)
+        lane.steps.popleft()
+        lane.busy_s, lane.waited_s, lane.waits = 0.0, 0.0, 0
 
     def _take_in_next(self) -> None:
         """Prepare the next step, if its plan arrives, while the device runs all slices of this one."""
@@ -290,11 +298,6 @@ class ComputeWorker(WorkerLoop):
                 return
             else:
                 time.sleep(AHEAD_SLICE_S)
-
-    def _report(self, lane: Lane, now: float) -> None:
-        if now - lane.reported >= REPORT_S:
-            lane.reported = now
-            self._control.send(Working([lane.steps[0].plan.lane]))
 
     def _queue_answer(self, done: StepDone) -> None:
         """Queue a report to the engine, if this is rank 0."""

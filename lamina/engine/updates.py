@@ -376,7 +376,7 @@ def segments_of(group: Group) -> tuple[Segment, ...]:
     if group.lane < 0:
         return ()
     return tuple(
-        dataclasses.replace(segment, tokens=(start, kept if stop is None else min(stop, kept)))
+        Segment(segment.sequence, segment.worker, segment.heads, (start, kept if stop is None else min(stop, kept)))
         for completion in group.completions
         for kept in [group.stored_tokens(completion)]
         for segment in group.expand(completion.segments)

@@ -160,8 +160,10 @@ class PositionTable:
 
     def lookup(self, positions: Tensor) -> tuple[Tensor, ...]:
         """Return the prelude's results for positions int64 [T], which are in host memory."""
-        needed = int(positions.max()) + 1 if len(positions) else 0
-        if needed > self._most or self._prelude is None:
+        if self._prelude is None:
+            return self._constants
+        needed = int(positions.max()) + 1 if positions.shape[0] else 0
+        if needed > self._most:
             return self._compute(positions)
         if needed > self._count:
             self._count = min(self._most, max(self.FIRST, 1 << (needed - 1).bit_length()))

@@ -17,6 +17,7 @@ from lamina.lowering import native_operators
 from lamina.splitter.split_model import SliceOutput
 
 Program = _native.Program
+_ELEMENT = torch.bfloat16
 
 
 class Workspace:
@@ -118,21 +119,17 @@ class SliceProgram:
         if self._embedding is not None:
             inputs = (*inputs, torch.embedding(self._embedding, ids))
         results = workspace.results(self._shapes)
-        addresses = [_address(tensor, rows * width) for tensor, width in zip(inputs, self._widths, strict=True)]
-        addresses += results.addresses
+        for tensor, width in zip(inputs, self._widths, strict=True):
+            if tensor.numel() != rows * width or tensor.dtype != _ELEMENT or not tensor.is_contiguous():
+                raise ValueError(
+                    f"a slice got {tensor.dtype} of shape {list(tensor.shape)} and strides {tensor.stride()}; it takes "
+                    f"{rows * width} contiguous elements of bfloat16"
+                )
+        addresses = [*[tensor.data_ptr() for tensor in inputs], *results.addresses]
         program = self._program
         scratch = workspace.scratch(program.scratch_elements(rows))
         program.run(0, program.steps, rows, addresses, scratch, threads)
         return results.output
-
-
-def _address(tensor: Tensor, elements: int) -> int:
-    if tensor.numel() != elements or tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
-        raise ValueError(
-            f"a slice got {tensor.dtype} of shape {list(tensor.shape)} and strides {tensor.stride()}; it takes "
-            f"{elements} contiguous elements of bfloat16"
-        )
-    return tensor.data_ptr()
 
 
 def _join_products(steps: Sequence[Step]) -> list[Step]:

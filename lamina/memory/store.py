@@ -286,8 +286,10 @@ class KvStore:
     ) -> None:
         """Attend for a step in one piece without further segments; ``out`` and ``lse`` are in device memory."""
         for one in step.tables[0]:
-            rows, spec = slice(one.start, one.stop), self._specs[layer][one.part]
-            self.device.attend_there(layer, one.table, q[rows], out[rows], lse[rows], spec, new)
+            given = q, out, lse
+            if len(step.tables[0]) > 1:
+                given = q[one.start : one.stop], out[one.start : one.stop], lse[one.start : one.stop]
+            self.device.attend_there(layer, one.table, *given, self._specs[layer][one.part], new)
 
     def _attend(
         self,

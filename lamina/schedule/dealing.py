@@ -281,6 +281,8 @@ class Dealer:
     def hand_over(self) -> None:
         """Move requests whose prompts have been computed from prefill lanes to lanes that decode, or from any lane as
         the policy says."""
+        if self._policy is None and not self._pipeline.prefill:
+            return
         for own in self._lanes[: self.active]:
             if not own.prompted or (own.role != "prefill" and self._policy is None):
                 continue

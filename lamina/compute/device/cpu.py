@@ -30,7 +30,11 @@ class NativeTransfers:
 
     def __init__(self, exchanged: ExchangedRows, dtype: torch.dtype, threads: int) -> None:
         self._exchanged, self._dtype, self._threads = exchanged, dtype, threads
-        self._most_parts = exchanged.most_parts
+        asked = [number for number, shards in enumerate(exchanged.queries) if len(shards)]
+        self._asked = asked  # memory workers whose replies have partials
+        self._shards = [*exchanged.here, *(exchanged.queries[number] for number in asked)]  # by source of partials
+        self._parts = [*exchanged.here_parts, *(exchanged.parts[number] for number in asked)]
+        self._in_order = len(self._shards) == 1 and self._are_all(self._shards[0])  # as they arrive
         self._buffers: dict[tuple[int, int], Arrays] = {}
         self._outs: dict[tuple[int, int], tuple[Tensor, Array]] = {}
         self._replies: dict[tuple[int, ...], Arrays] = {}
@@ -63,21 +67,10 @@ class NativeTransfers:
             self._outs[key] = out, as_numpy(out)[: exchanged.total]
         out, tokens = self._outs[key]
         heads = spec.query_heads // exchanged.shards
-        partials = [
-            (shards, parts, *arrays)
-            for shards, parts, arrays in zip(
-                exchanged.here, exchanged.here_parts, self._views(here, heads), strict=True
-            )
-        ]
-        partials += [
-            (shards, exchanged.parts[number], *self._read(number, heads, spec.v_dim, replies[number]))
-            for number, shards in enumerate(exchanged.queries)
-            if len(shards)
-        ]
-        if len(partials) == 1 and self._are_all(partials[0][0]):  # in order, as they arrived
-            outs, lses = [partials[0][2]], [partials[0][3]]
-        else:
-            outs, lses = self._scattered(spec, partials)
+        partials = self._views(here, heads)
+        if self._asked:
+            partials = partials + [self._read(each, heads, spec.v_dim, replies[each]) for each in self._asked]
+        outs, lses = zip(*partials, strict=True) if self._in_order else self._scattered(spec, partials)
         merge(outs, lses, sinks, tokens, None, self._threads)
         return out
 
@@ -104,14 +97,12 @@ class NativeTransfers:
                 self._replies[number, slot, heads, v_dim] = views
         return views
 
-    def _scattered(
-        self, spec: AttentionSpec, partials: Sequence[tuple[Indices, Indices, Floats, Floats]]
-    ) -> tuple[list[Floats], list[Floats]]:
+    def _scattered(self, spec: AttentionSpec, partials: Sequence[Arrays]) -> tuple[list[Floats], list[Floats]]:
         """Return, for each p, partial p of all rows; lse is -inf for rows with fewer partials."""
         outs, lses = self._buffer(spec)
         shape = len(outs), self._exchanged.total * self._exchanged.shards
         by_shard = outs.reshape(*shape, -1, spec.v_dim), lses.reshape(*shape, -1)  # views
-        for shards, parts, out, lse in partials:
+        for shards, parts, (out, lse) in zip(self._shards, self._parts, partials, strict=True):
             by_shard[0][parts, shards] = out
             by_shard[1][parts, shards] = lse
         return list(outs), list(lses)
@@ -123,7 +114,7 @@ class NativeTransfers:
         """
         key = (spec.query_heads, spec.v_dim)
         if key not in self._buffers:
-            shape = (self._most_parts, self._exchanged.total, spec.query_heads)
+            shape = (self._exchanged.most_parts, self._exchanged.total, spec.query_heads)
             self._buffers[key] = np.zeros((*shape, spec.v_dim), np.float32), np.full(shape, -np.inf, np.float32)
         return self._buffers[key]
 
@@ -216,8 +207,8 @@ class SliceRunner(NativeRunner):
     def logits(
         self, rows: Rows, attention: torch.Tensor, context: tuple[torch.Tensor, ...], chosen: torch.Tensor
     ) -> torch.Tensor:
-        count = len(chosen)
-        if count < len(rows.ids):
+        count = chosen.shape[0]
+        if count < rows.ids.shape[0]:
             chosen = pad(chosen, padded(count))
             rows = Rows(rows.ids[chosen], rows.positions[chosen])
             attention, context = attention[chosen], tuple(tensor[chosen] for tensor in context)
