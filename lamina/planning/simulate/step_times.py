@@ -229,30 +229,46 @@ class StepModel(_Model):
 class Lent:
     """Attention for steps of other replicas, as long as these steps are in flight: it lengthens the lender's own steps.
 
+    A lender attends once for each attention of such a step. Where the lender's slices are shorter than those of the
+    step, as beside a prompt that runs elsewhere, only some of its slices wait for that.
+
     Of several steps of a lane only the first runs.
     """
 
     def __init__(self) -> None:
-        self._steps: dict[int, tuple[int, dict[int, float]]] = {}  # lane, and seconds of one attention by lender
+        self._steps: dict[int, tuple[int, dict[int, float], float]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._steps)
 
-    def begin(self, step: int, lane: int, seconds: dict[int, float]) -> None:
-        """Record what a step borrows."""
+    def begin(self, step: int, lane: int, seconds: dict[int, float], period_s: float) -> None:
+        """Record what a step borrows.
+
+        Args:
+            step: Number of the step.
+            lane: Its lane.
+            seconds: Seconds of one attention, by lender.
+            period_s: Seconds from one attention of the step to the next.
+        """
         if seconds:
-            self._steps[step] = lane, seconds
+            self._steps[step] = lane, seconds, period_s
 
     def end(self, step: int) -> None:
         """Forget a step that has completed."""
         self._steps.pop(step, None)
 
-    def seconds(self, lender: int) -> float:
-        """Return the seconds for which a lender attends for others between two of its slices."""
-        first: dict[int, float] = {}
-        for lane, borrowed in self._steps.values():
-            first.setdefault(lane, borrowed.get(lender, 0.0))
-        return sum(first.values())
+    def seconds(self, lender: int, slice_s: float) -> float:
+        """Return the seconds for which a lender attends for others between two of its slices, on average, and at most
+        once for each lane.
+
+        ``slice_s``: Seconds from one attention of the lender to the next if it lends nothing.
+        """
+        first: dict[int, tuple[float, float]] = {}
+        for lane, borrowed, period_s in self._steps.values():
+            first.setdefault(lane, (borrowed.get(lender, 0.0), period_s))
+        busy = sum(seconds / period_s for seconds, period_s in first.values())
+        once = sum(seconds for seconds, _ in first.values())
+        return once if busy >= 1 else min(once, slice_s * busy / (1 - busy))
 
 
 @dataclass
@@ -321,12 +337,14 @@ class LocalStepModel(_Model):
                         other.chunks_s += float(prefix_s) / tp
             here_before = chunk.start - chunk.before_scratch + attended.get(own, 0)
             attention_s += float(cost.chunk_attention_seconds(length, here_before, tp))
-        slice_s = self._slices.inner[rows] + attention_s
-        shares = [self._share(place, one, slice_s) for place, one in borrowed.items()]
-        self._lent.begin(plan.step, plan.lane, {place: seconds for place, _, seconds, _ in shares})
+        dense_s = self._slices.inner[rows]
+        shares = [self._share(place, one, dense_s + attention_s) for place, one in borrowed.items()]
         asked = sum(one.asked for one in borrowed.values()) * self._asked_bytes
         sent = asked + sum(one.kept for one in borrowed.values()) * self._kept_bytes
-        busy_s = attention_s + self._lent.seconds(own)
+        elsewhere_s = max((sum(seconds) for _, *seconds in shares), default=0.0) + self._wire_s(sent)
+        period_s = dense_s + max(attention_s, elsewhere_s)
+        self._lent.begin(plan.step, plan.lane, {place: seconds for place, _, seconds, _ in shares}, period_s)
+        busy_s = attention_s + self._lent.seconds(own, dense_s + attention_s)
         return rows, self._step_times(rows, draws, busy_s, sent, asked, _native.Shares(shares))
 
     def repeated(
@@ -352,17 +370,19 @@ class LocalStepModel(_Model):
     def _step_times(
         self, rows: int, draws: int, attention_s: float, sent: int, asked: int, shares: _native.Shares
     ) -> _native.StepTimes:
-        cost, tp = self._compute, self._tp
         return _native.StepTimes(
             first_s=self._slices.first[rows],
             inner_s=self._slices.inner[rows],
             last_s=self._last_s(rows, draws),
             chunks_s=attention_s,
-            send_s=float(cost.wire_seconds(sent)) / tp if sent else 0.0,
-            receive_s=float(cost.wire_seconds(asked)) / tp if asked else 0.0,
-            context_s=cost.fits.runtime.round_trip_s / 2 + float(cost.wire_seconds(rows * self._context_bytes)) / tp,
+            send_s=self._wire_s(sent),
+            receive_s=self._wire_s(asked),
+            context_s=self._compute.fits.runtime.round_trip_s / 2 + self._wire_s(rows * self._context_bytes),
             shares=shares,
         )
+
+    def _wire_s(self, nbytes: int) -> float:
+        return float(self._compute.wire_seconds(nbytes)) / self._tp if nbytes else 0.0
 
     def move_seconds(self, tokens: int) -> float:
         """Return seconds to move the KV of ``tokens`` tokens from one replica to another."""

@@ -82,17 +82,26 @@ def test_a_replica_that_attends_for_another_decodes_more_slowly() -> None:
 
 def test_attention_lent_ends_with_the_steps_that_borrow() -> None:
     lent = Lent()
-    lent.begin(1, 0, {1: 0.25})
-    lent.begin(2, 0, {1: 0.5})  # planned ahead
-    lent.begin(3, 2, {1: 1.0, 3: 2.0})
-    lent.begin(4, 1, {})
-    assert [lent.seconds(lender) for lender in (0, 1, 3)] == [0.0, 1.25, 2.0]
+    lent.begin(1, 0, {1: 0.25}, 4.0)
+    lent.begin(2, 0, {1: 0.5}, 4.0)  # planned ahead
+    lent.begin(3, 2, {1: 1.0, 3: 2.0}, 4.0)
+    lent.begin(4, 1, {}, 4.0)
+    assert [lent.seconds(lender, 9.0) for lender in (0, 1, 3)] == [0.0, 1.25, 2.0]
     lent.end(1)
     lent.end(4)
-    assert lent.seconds(1) == 1.5
+    assert lent.seconds(1, 9.0) == 1.5
     lent.end(2)
     lent.end(3)
-    assert lent.seconds(1) == lent.seconds(3) == 0.0
+    assert lent.seconds(1, 9.0) == lent.seconds(3, 9.0) == 0.0
+
+
+def test_a_lender_attends_once_for_each_attention_of_a_slower_step() -> None:
+    """By hand: a prompt asks once in 10 s, for 1 s; in the other 9 s, its lender runs 9 slices of 1 s."""
+    lent = Lent()
+    lent.begin(1, 0, {0: 1.0}, 10.0)
+    assert 9 * lent.seconds(0, 1.0) == pytest.approx(1.0)
+    lent.begin(2, 1, {0: 2.0}, 10.0)  # 3 s of 10 for both prompts, and 7 slices
+    assert 7 * lent.seconds(0, 1.0) == pytest.approx(3.0)
 
 
 def test_a_prompt_apart_sends_its_kv_to_the_replica_that_decodes_while_it_runs() -> None:
