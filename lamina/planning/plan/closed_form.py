@@ -1,4 +1,4 @@
-"""Terms of the closed form in ``serving``: prompt attention, queueing of prompts, steps with offloaded attention.
+"""Terms of the closed form in ``serving``: attention and waits of prompts, steps with offloaded attention.
 
 Decode rows and prompt chunks share a step. With offloaded attention, q, k and v of all rows are sent to memory workers
 in every layer. A later chunk sends its q to the memory worker that has the earlier chunks, and receives the partials,
@@ -6,11 +6,10 @@ like decode rows, unless the replica attends to a copy of them in scratch memory
 memory workers, which also serve other lanes.
 """
 
-import collections
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -18,61 +17,18 @@ from lamina.cluster.pool import CPU
 from lamina.cluster.scratch import GPU_SHARE, PROMPTS, SHARE
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats
-from lamina.planning.plan.ways import Kind, Way
+from lamina.planning.plan.queueing import queue_waits, replayed_sojourn
+from lamina.planning.plan.ways import Kind, Way, spreads_memory
 from lamina.planning.plan.workload import Workload
-
-
-def queue_waits(mean: Floats, second: Floats, busy: Floats, servers: int, percentile: float) -> tuple[Floats, Floats]:
-    """Return the mean wait and the wait at ``percentile`` in a queue with Poisson arrivals.
-
-    Waits are taken to be exponentially distributed (Sakasegawa, 1977, for several servers).
-
-    Args:
-        mean: First moment of the service time.
-        second: Second moment of the service time.
-        busy: Utilisation of the servers.
-        servers: Number of servers.
-        percentile: Between 0 and 1.
-    """
-    busy = np.minimum(busy, 1 - 1e-6)
-    waiting = busy ** (math.sqrt(2 * (servers + 1)) - 1)
-    if_waiting = second / (2 * mean) / (1 - busy) / servers
-    late = if_waiting * np.log(np.maximum(waiting / (1 - percentile), 1.0))
-    return waiting * if_waiting, late
-
-
-def replayed_sojourn(arrivals: Floats, seconds: Floats, servers: int, busy: float, percentile: float) -> float:
-    """Return the sojourn time (wait plus service) at ``percentile`` by replaying arrivals to the shortest queue.
-
-    Unlike a formula, a replay reflects that a trace's arrivals are not random, and that a busy queue does not reach its
-    steady state within a thousand requests.
-
-    Args:
-        arrivals: Arrival times in any unit, scaled to the utilisation ``busy``.
-        seconds: Service time of each request.
-        servers: Number of servers.
-        busy: Utilisation of the servers until the last arrival.
-        percentile: Between 0 and 1.
-    """
-    span = float(arrivals[-1] - arrivals[0])
-    stretch = seconds.sum() / servers / busy / span if span else 0.0
-    ends: list[collections.deque[float]] = [collections.deque() for _ in range(servers)]
-    took = []
-    for at, own in zip(((arrivals - arrivals[0]) * stretch).tolist(), seconds.tolist(), strict=True):
-        for queue in ends:
-            while queue and queue[0] <= at:
-                queue.popleft()
-        shortest = min(ends, key=len)
-        shortest.append(max(shortest[-1] if shortest else at, at) + own)
-        took.append(shortest[-1] - at)
-    return float(np.quantile(took, percentile))
-
 
 PERCENTILE = 0.99
 """Percentile of the times between tokens and to a first token that the SLOs bound."""
 
 FOUND = 9
 """How many numbers of cached tokens prompts are evaluated for; other numbers are interpolated."""
+
+LOADS = 50
+"""Shares of the time in which workers that prefill may be busy: multiples of 1 / LOADS."""
 
 BUSY = np.array([0.05, *np.linspace(0.2, 0.8, 7), 0.85, 0.9, 0.95, 0.98, 1.0])
 """Utilisations at which a trace's arrivals are replayed; other utilisations are interpolated."""
@@ -246,47 +202,108 @@ class Prompts:
 
     # -- prefill on workers of its own -----------------------------------------------------------------------------
 
-    def prefill_pool(
-        self, model: CostModel, degree: int, replicas: int, budget: int, found: float
-    ) -> tuple[float, Callable[[Floats], Floats]]:
-        """Return the capacity of ``replicas`` that only prefill, and the time to first token at a load.
-
-        Returns (prompts per second, function from utilisation to the time to first token at PERCENTILE).
+    def prefill_pool(self, way: Way, model: CostModel, holder: CostModel, found: float, ttft_s: float) -> "PrefillPool":
+        """Return what the replicas of a way that only prefill can do, if ``found`` tokens of a prompt are cached.
 
         Args:
-            model: Cost model of a device.
-            degree: Devices of a replica.
-            replicas: Number of replicas.
-            budget: Most prompt tokens of a step.
-            found: Cached tokens of a prompt.
+            way: The way; its ``chunk`` is the most prompt tokens of a step.
+            model: Cost model of a device that prefills.
+            holder: Cost model of a device that decodes, whose memory has the cached prefixes.
+            found: Cached tokens of a prompt, on average.
+            ttft_s: Longest time to first token at PERCENTILE.
         """
-        layers, sizes = model.shape.layers, self._computed(found)
-        prefix = self._lengths - sizes
-        attention = model.chunk_attention_seconds(sizes, prefix, degree)
+        layers, degree = model.shape.layers, way.tensor_parallel
+        computed = self._computed(found)
+        cached = self._lengths - computed
 
-        def dense(rows: Floats) -> Floats:
-            return np.asarray(layers * model.slice_seconds(rows, degree) + float(model.ends_seconds(1, degree)))
+        def dense_s(rows: Floats) -> Floats:
+            ends = float(model.ends_seconds(1, degree))
+            return np.asarray(layers * model.slice_seconds(rows, degree) + ends)
 
-        alone = dense(sizes) + layers * attention
-        together = max(1, math.floor(budget / sizes.mean()))
-        packed = float(dense(np.array([together * sizes.mean()]))[0]) / together + layers * float(attention.mean())
+        if spreads_memory(degree, (way.compute, way.second)):  # prefixes are mostly in the replicas' own memory
+            lent = np.zeros_like(cached)
+            attention = layers * model.chunk_attention_seconds(computed, cached, degree)
+        else:
+            asking, lent = _asking_seconds(model, holder, way, computed, cached)
+            attention = layers * np.maximum(model.chunk_attention_seconds(computed, 0, degree), asking)
+        alone = dense_s(computed) + attention
+        together = max(1, math.floor(way.chunk / computed.mean()))
+        packed = float(dense_s(np.array([together * computed.mean()]))[0]) / together + float(attention.mean())
         mean = packed if together > 1 else float(alone.mean())
-        second = mean**2 * float((alone**2).mean()) / float(alone.mean()) ** 2
+        first_s = partial(self._first_s, alone, mean, way.replicas)
+        return PrefillPool(
+            first_s=first_s,
+            prompts_s=way.replicas / mean,
+            within_s=way.replicas / mean * _highest_load(first_s, ttft_s),
+            lent_s=layers * float(lent.mean()),
+            longest_lent_s=layers * float(np.quantile(lent * np.minimum(1.0, way.chunk / computed), PERCENTILE)),
+            lent_share=float(np.quantile(layers * lent / alone, PERCENTILE)),
+        )
+
+    def _first_s(self, alone: Floats, mean: float, replicas: int, load: float) -> float:
+        """Return the time to first token at PERCENTILE of prompts that take ``alone`` seconds, and ``mean`` if packed
+        into steps, on ``replicas`` busy for a share ``load`` of the time."""
+        packing = mean / float(alone.mean())
+        if self._arrivals is not None:
+            return replayed_sojourn(self._arrivals, alone * packing, replicas, load, PERCENTILE)
+        first, second = (np.full(1, (packing**power * alone**power).mean()) for power in (1, 2))
+        wait, late = queue_waits(first, second, np.full(1, load), replicas, PERCENTILE)
         longest = float(np.quantile(alone, PERCENTILE))
+        return float(np.maximum(late + float(alone.mean()), wait + longest)[0])
 
-        def first_s(loads: Floats) -> Floats:
-            if self._arrivals is not None:
-                packing = mean / float(alone.mean())
-                played = [
-                    replayed_sojourn(self._arrivals, alone * packing, replicas, load, PERCENTILE) for load in BUSY
-                ]
-                return np.interp(loads, BUSY, played)
-            wait, late = queue_waits(
-                np.full_like(loads, mean), np.full_like(loads, second), loads, replicas, PERCENTILE
-            )
-            return np.asarray(np.maximum(late + float(alone.mean()), wait + longest))
 
-        return replicas / mean, first_s
+def _highest_load(first_s: Callable[[float], float], ttft_s: float) -> float:
+    """Return the share of the time for which replicas may be busy; ``first_s``: see ``PrefillPool``."""
+    low, high = 0, LOADS
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first_s(middle / LOADS) <= ttft_s:
+            low = middle
+        else:
+            high = middle - 1
+    return low / LOADS
+
+
+@dataclass(frozen=True)
+class PrefillPool:
+    """Replicas that only prefill.
+
+    Attributes:
+        first_s: Returns the time to first token at PERCENTILE, from the share of the time for which they are busy.
+        prompts_s: Prompts per second that they compute at most.
+        within_s: The same within the SLO on the time to a first token.
+        lent_s: Seconds of attention to a prompt's cached prefix on the replica that decodes, on average.
+        longest_lent_s: The same for one step with prompts, at PERCENTILE.
+        lent_share: Share of the time of a prompt for which that replica attends to its prefix, at PERCENTILE.
+    """
+
+    first_s: Callable[[float], float]
+    prompts_s: float
+    within_s: float
+    lent_s: float
+    longest_lent_s: float
+    lent_share: float
+
+
+def _asking_seconds(
+    model: CostModel, holder: CostModel, way: Way, rows: Floats, cached: Floats
+) -> tuple[Floats, Floats]:
+    """Return seconds of one layer's attention of prompts to prefixes on a replica that decodes, and the part of these
+    in which that replica attends.
+
+    Args:
+        model: Cost model of a device that prefills.
+        holder: Cost model of a device that decodes.
+        way: The way.
+        rows: Tokens of each prompt that ask.
+        cached: Tokens of each prompt's prefix.
+    """
+    shape, degree = model.shape, way.tensor_parallel
+    asked = rows * shape.query_heads * shape.head_size * shape.dtype.itemsize / degree  # q; the answer is as long
+    here, there = model.wire_seconds(asked), holder.wire_seconds(asked)
+    lent = holder.prefix_attention_seconds(rows, cached) / degree
+    latency = np.ceil(rows / way.chunk) * holder.fits.runtime.round_trip_s
+    return np.where(cached > 0, here + there + np.maximum(here, there) + lent + latency, 0.0), lent
 
 
 @dataclass(frozen=True)

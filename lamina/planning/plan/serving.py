@@ -12,13 +12,13 @@ SLOs. Prompts wait for chunks as in a queue with utilisation f (``closed_form.Pr
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from lamina.kv.placement import AHEAD, WATERMARK
-from lamina.planning.plan.closed_form import PERCENTILE, OffloadedSteps, Prompts, scratch_tokens
+from lamina.planning.plan.closed_form import PERCENTILE, OffloadedSteps, PrefillPool, Prompts, scratch_tokens
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.kernel_times import Floats
@@ -47,6 +47,9 @@ BATCHES = 12
 
 LEAST_LOAD = 0.1
 """Share of what workers could do with prompts at which these are tried: workers that may do less keep no SLO."""
+
+MOST_LENT = 0.9
+"""Most of a step's time that is counted for attention to prefixes of other replicas' prompts."""
 
 _EVERY_ROW = np.arange(1.0, 2 * MOST_ROWS + 1)
 
@@ -93,8 +96,10 @@ class Server:
             return []
         if way.kind.divides_roles:
             _, steps, found = self._decoding(way)
-            first_s = self._prompts_apart(way, float(found[0]))[1] if len(steps) else None
-            return [Reach(way, float(first_s(np.array([LEAST_LOAD]))[0]), float(steps[0]) / SEATED)] if first_s else []
+            if not len(steps):
+                return []
+            pool = self._prompts_apart(way, min(float(found[0]), self.workload.prompt - 1))
+            return [Reach(way, pool.first_s(LEAST_LOAD), float(steps[0]) / SEATED)]
         loads = self._loads(way)
         if loads is None:
             return []
@@ -218,55 +223,65 @@ class Server:
         rows, steps, shared = self._decoding(way)
         if not len(rows):
             return None
-        within = steps <= SEATED * self.slo.tbt_s
-        rates = np.where(within, groups * rows / (self.workload.output * steps), 0.0)
-        most = rates.max()
-        if not most:
-            return None
-        # Prefixes are cached, and shared, where sequences decode: a smaller batch leaves more room for them.
+        # Prefixes are cached, and shared, where sequences decode: a smaller batch leaves more room for them. So many
+        # sequences decode as are needed for the prompts.
         places = np.unique(np.linspace(0, len(rows) - 1, BATCHES).astype(int)).tolist()
-        found_s = {place: self._prompts_alone(way, float(shared[place])) for place in places}
-        up_to = np.maximum.accumulate(rates)
-        place = max(places, key=lambda one: min(float(up_to[one]), found_s[one][1]))
-        found, (limit, prompts), most = float(shared[place]), found_s[place], up_to[place]
-        if not prompts:
+        best: _Apart | None = None
+        for place in places:
+            found = min(float(shared[place]), self.workload.prompt - 1)
+            if best is None or found != best.found:
+                pool = self._prompts_apart(way, found)
+            one = self._beside(pool, found, way, rows[: place + 1], steps[: place + 1])
+            best = one if best is None or one.rate > best.rate else best
+            if best.rate == best.pool.within_s > 0:
+                break
+        if best is None or not best.rate:
             return None
-        rate = min(prompts, float(most))
         # The smallest batch that draws as many tokens: it is what the rate leads to.
-        best = int(np.argmax(rates >= rate - 1e-12))
+        batch = int(np.argmax(best.rates >= best.rate - 1e-12))
         usd = way.usd_per_hour(self.prices)
         return Capacity(
             way=way,
-            requests_s=rate,
-            batch=max(1, round(float(rows[best]) * groups)),
-            step_s=float(steps[best]),
-            chunk_step_s=float(steps[best]),
+            requests_s=best.rate,
+            batch=max(1, round(float(rows[batch]) * groups)),
+            step_s=float(steps[batch]),
+            chunk_step_s=float(best.longest[batch]),
             prompt_share=1.0,
-            compute_busy=rate / limit,
-            memory_busy=rate / float(most),
+            compute_busy=best.rate / best.pool.prompts_s,
+            memory_busy=best.rate / float(best.rates.max()),
             usd_per_hour=sum(usd),
             prompt_usd=usd[0] / sum(usd),
-            found=min(found, self.workload.prompt - 1),
-            seats=max(1, int(rows[within].max())),
+            found=best.found,
+            seats=max(1, int(rows[self._beside(best.pool, best.found, way, rows, steps).rates > 0].max())),
         )
 
     def _decoding(self, way: Way) -> tuple[Floats, Floats, Floats]:
         """Return batches of a group that only decodes, the seconds of a step of each, and the prompt tokens found."""
-        room, lenders = (1 - WATERMARK) * self._free(way.second, way.tensor_parallel, way.chunk), self._lenders(way)
-        rows, shared = self._rows(room, 1, 2 * MOST_ROWS, ahead=AHEAD, lenders=lenders)
-        return rows, self._group_step(self.models[way.second.kind].widened, way.tensor_parallel, rows), shared
+        degree, groups = way.tensor_parallel, way.memory_workers // way.tensor_parallel
+        prefill, decode = (self.models[kind.kind].widened for kind in (way.compute, way.second))
+        here, there = ((1 - WATERMARK) * self._free(kind, degree, way.chunk) for kind in (way.second, way.compute))
+        # Replicas that prefill hold KV too, if they attend for others.
+        there *= way.replicas / groups if spreads_memory(degree, (way.compute, way.second)) else 0.0
+        rows, shared = self._rows(here + there, 1, 2 * MOST_ROWS, ahead=AHEAD, lenders=self._lenders(way))
+        most, _ = self._rows(here, 1, 2 * MOST_ROWS, ahead=AHEAD, lenders=self._lenders(way))
+        beyond = np.maximum(rows - most.max(initial=0.0), 0.0)
+        return rows, self._group_step(decode, degree, rows, prefill, beyond), shared
 
-    def _prompts_apart(self, way: Way, found: float) -> tuple[float, Callable[[Floats], Floats]]:
+    def _prompts_apart(self, way: Way, found: float) -> PrefillPool:
         """Return ``Prompts.prefill_pool`` of the workers for prompts."""
-        prefill, found = self.models[way.compute.kind].widened, min(found, self.workload.prompt - 1)
-        return self._prompts.prefill_pool(prefill, way.tensor_parallel, way.replicas, way.chunk, found)
+        prefill, decode = (self.models[kind.kind].widened for kind in (way.compute, way.second))
+        return self._prompts.prefill_pool(way, prefill, decode, found, self.slo.ttft_s)
 
-    def _prompts_alone(self, way: Way, found: float) -> tuple[float, float]:
-        """Return the prompts per second that the workers for prompts compute, and those within the SLO on TTFT."""
-        limit, first_s = self._prompts_apart(way, found)
-        loads = np.linspace(LEAST_LOAD, 1.0, 46)
-        kept = loads[first_s(loads) <= self.slo.ttft_s]
-        return limit, limit * float(kept[-1]) if len(kept) else 0.0
+    def _beside(self, pool: PrefillPool, found: float, way: Way, rows: Floats, steps: Floats) -> "_Apart":
+        """Return what replicas decode while they attend to the cached prefixes of the pool's prompts."""
+        groups = way.memory_workers // way.tensor_parallel
+        asking = math.ceil(way.replicas / groups)
+        share = min(MOST_LENT, asking * pool.lent_share)
+        longest = steps + np.minimum(asking * pool.longest_lent_s, steps * share / (1 - share))
+        rates = groups / (self.workload.output * steps / rows + pool.lent_s)
+        rates = np.where(longest <= SEATED * self.slo.tbt_s, rates, 0.0)
+        within_s = pool.within_s if pool.within_s >= LEAST_LOAD * pool.prompts_s else 0.0
+        return _Apart(min(within_s, float(rates.max())), found, pool, longest, rates)
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -322,8 +337,24 @@ class Server:
         size = chunk - rows  # near capacity, prompts wait and fill the step
         return size, rows * (self.workload.prompt - found) / self.workload.output / size
 
-    def _group_step(self, model: CostModel, degree: int, rows: Floats) -> Floats:
-        attention = model.attention_seconds(rows * self.workload.live, rows, 1 / degree)
+    def _group_step(
+        self,
+        model: CostModel,
+        degree: int,
+        rows: Floats,
+        other: CostModel | None = None,
+        beyond: Floats | float = 0.0,
+    ) -> Floats:
+        """Return seconds of a decode step of ``rows`` sequences on a copy of the weights.
+
+        ``beyond``: Sequences of these to which a copy on devices of ``other`` attends.
+        """
+        here = rows - beyond
+        attention = model.attention_seconds(here * self.workload.live, here, 1 / degree)
+        if other is not None:
+            there = other.attention_seconds(beyond * self.workload.live, beyond, 1 / degree)
+            messages = other.fits.runtime.round_trip_s + other.wire_seconds(other.exchange_bytes(beyond)) / degree
+            attention = np.maximum(attention, np.where(beyond > 0, there + messages, 0.0))
         return np.asarray(self._pass(model, degree, rows) + self.shape.layers * attention)
 
     def _host(self, model: CostModel) -> Engine:
@@ -371,3 +402,22 @@ class _Loads:
     prompts: Floats
     busy: Floats
     memory_busy: Floats
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """What prefill apart serves beside a number of cached tokens.
+
+    Attributes:
+        rate: Requests per second.
+        found: Cached tokens of a prompt.
+        pool: The replicas that prefill.
+        longest: By batch, seconds of a decode step at PERCENTILE.
+        rates: By batch, requests per second that the other replicas decode; 0 beyond the SLO.
+    """
+
+    rate: float
+    found: float
+    pool: PrefillPool
+    longest: Floats
+    rates: Floats

@@ -1,11 +1,16 @@
 """The queue of prompts: its simulation against queueing theory, and the formula against the simulation."""
 
+import collections
 import math
 
 import numpy as np
 import pytest
 
-from lamina.planning.plan.closed_form import queue_waits, replayed_sojourn
+from lamina.core.requests import Completion, Group
+from lamina.core.sampling import SamplingParams
+from lamina.core.types import Request
+from lamina.planning.plan.queueing import queue_waits, replayed_sojourn
+from lamina.schedule.batches import PromptBatch
 
 MANY = 60_000
 RANDOM = np.random.default_rng(0)
@@ -15,7 +20,7 @@ ARRIVALS = np.cumsum(RANDOM.exponential(size=MANY))
 @pytest.mark.parametrize("busy", [0.3, 0.8])
 def test_one_server_and_exponential_times(busy: float) -> None:
     """M/M/1: the sojourn is exponential with the mean 1 / (1 - busy)."""
-    found = replayed_sojourn(ARRIVALS, RANDOM.exponential(size=MANY), 1, busy, 0.9)
+    found = replayed_sojourn(ARRIVALS, RANDOM.exponential(size=MANY), 1, busy, 0.9, first_share=1.0)
     assert found == pytest.approx(math.log(10) / (1 - busy), rel=0.1)
 
 
@@ -31,4 +36,36 @@ def test_the_formula_is_what_many_random_arrivals_find() -> None:
     seconds = RANDOM.gamma(0.5, 2.0, size=MANY)  # a squared coefficient of variation of 2
     for servers in (1, 4):
         late = queue_waits(np.ones(1), np.full(1, 3.0), np.full(1, 0.8), servers, 0.99)[1][0]
-        assert late < replayed_sojourn(ARRIVALS, seconds, servers, 0.8, 0.99) < 2 * (late + np.quantile(seconds, 0.99))
+        found = replayed_sojourn(ARRIVALS, seconds, servers, 0.8, 0.99, first_share=1.0)
+        assert late < found < 2 * (late + np.quantile(seconds, 0.99))
+
+
+def test_two_requests_by_hand() -> None:
+    """The first takes 8 s and gets half of the server while the second, of 3 s, runs: that ends after 6 s, at 8."""
+    arrivals, seconds = np.array([0.0, 2.0, 110.0]), np.array([8.0, 3.0, 0.0])
+    for share, last in ((0.5, 11.0), (1.0, 9.0), (0.0, 11.0)):  # 8 + 3; the second waits for 6; the first for 3
+        assert replayed_sojourn(arrivals, seconds, 1, 0.1, 1.0, first_share=share) == pytest.approx(last)
+
+
+@pytest.mark.parametrize("percentile", [0.5, 0.9, 0.99])
+def test_a_replay_takes_prompts_in_the_order_of_the_runtime_s_batches(percentile: float) -> None:
+    """Steps of 64 tokens, each of which takes 1 s, shared among the prompts of one lane."""
+    random = np.random.default_rng(3)
+    tokens = np.ceil(2000 * random.pareto(1.5, 400).clip(0.05, 20)).astype(int)
+    arrivals = np.cumsum(random.exponential(tokens.mean() / 0.85, 400))
+    batch, now, ends = PromptBatch(), 0.0, np.zeros(400)
+    coming = collections.deque(enumerate(arrivals.tolist()))
+    while coming or len(batch):
+        now = now if len(batch) else max(now, coming[0][1])
+        while coming and coming[0][1] <= now:
+            number, _ = coming.popleft()
+            one = Completion(number, 0)
+            batch.add(Group(Request(str(number), None, [0] * tokens[number], SamplingParams()), 1, [one]), one)
+        shared = batch.share(64)
+        now += sum(shared.values())
+        ends[[one.sequence for _, one in shared if not one.left]] = now
+    span = arrivals[-1] - arrivals[0]
+    found = replayed_sojourn(arrivals, tokens.astype(float), 1, tokens.sum() / span, percentile)
+    assert found == pytest.approx(np.quantile(ends - arrivals, percentile), rel=0.05)
+    fifo = replayed_sojourn(arrivals, tokens.astype(float), 1, tokens.sum() / span, percentile, first_share=1.0)
+    assert fifo != pytest.approx(found, rel=0.2)

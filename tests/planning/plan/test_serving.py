@@ -100,6 +100,27 @@ def test_a_pool_that_only_decodes_keeps_all_of_each_sequence() -> None:
     assert trial is not None and trial.requests_s == pytest.approx(best.requests_s, rel=0.2)
 
 
+def test_prefixes_on_a_replica_that_decodes_cost_what_the_simulator_says() -> None:
+    """Half of each prompt is cached where tensor-parallel ranks decode, which attend to it for those that prefill."""
+    served, slo = workload.of_lengths(2000, 100, Sessions(shared=1000)), Slo(tbt_s=0.1, ttft_s=2.0)
+    way = Way(
+        kind=Kind.PREFILL,
+        scratch=True,
+        chunk=4096,
+        compute=CATALOGUE["h100"],
+        compute_workers=2,
+        memory=CATALOGUE["h20"],
+        memory_workers=2,
+        tensor_parallel=2,
+    )
+    found = server(served, slo).evaluate(way)
+    assert found is not None and found.found == 1000
+    course = Course(SMALL, served, trace(served), RENTS, slo)
+    for factor, holds in ((0.9, True), (1.1, False)):
+        result = course.simulate(found, factor * found.requests_s, 1000)
+        assert course.within_slos(result) == holds and result.prefix_hit > 0.45 * result.prefix_queried
+
+
 SERVED, BOUNDS = workload.of_lengths(800, 100), Slo(tbt_s=0.1, ttft_s=2.0)
 
 
