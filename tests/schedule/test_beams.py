@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from lamina.core.requests import Completion, Group
 from lamina.core.steps import StepPlan
 from lamina.core.types import Request, Segment
+from lamina.schedule.beam_search import Changes
 from tests.support.clusters import Course
 from tests.support.lossy_clusters import LOSSES, Caching
 from tests.support.lossy_clusters import shared_prefix_requests as mixed
-from tests.support.schedules import request, scheduler
+from tests.support.schedules import plan_of, request, scheduler
 from tests.support.sweep import MANY_EXAMPLES
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
@@ -127,3 +128,15 @@ def test_cached_tokens_give_way_where_a_beam_needs_one_more_slot() -> None:
     assert len(changes.forks) == 1 and not changes.preempted
     assert cluster.placement.reserved == {"memory0": 2, "memory1": 4}
     assert cluster.placement.crowded == {"memory0"}, "one of its 9 cached tokens must be evicted"
+
+
+def test_a_request_whose_beams_lack_slots_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    under_test = scheduler({"memory0": 60})
+    group = under_test.submit(request("0", 6, n=2, max_tokens=8, use_beam_search=True))
+    (first,) = plan_of(under_test).chunks
+    under_test.complete(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(under_test.beams, "join_step", lambda lane: Changes(preempted=[group]))
+        (again,) = plan_of(under_test).chunks
+    assert under_test.dropped == 1
+    assert (again.start, again.stop) == (first.start, first.stop) and again.sequence != first.sequence

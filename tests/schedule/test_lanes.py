@@ -77,6 +77,19 @@ def test_prompts_alone_use_lanes_though_nothing_decodes() -> None:
     assert settle(LaneChooser(choices(1)), 100, 0.01, 0.001, 0.0007, prompts=2048) >= 2
 
 
+@pytest.mark.parametrize(("spread", "lanes"), [(0.0, 2), (0.95, 3)])
+def test_steps_that_take_unequal_times_get_more_lanes(spread: float, lanes: int) -> None:
+    """A lane that waits for attention while another one runs a long step leaves the replica idle later."""
+    chooser, now = LaneChooser(choices(1)), 0.0
+    for step in range(60 * STEPS_BETWEEN_LOOKS * 3):
+        rows = 120 // chooser.active.lanes
+        mean, wait = 1 + 0.1 * rows, 0.05 * rows
+        now += 1.3 * max(mean, (mean + wait) / chooser.active.lanes)
+        chooser.note_step(rows, rows, mean * (1 + spread * (-1) ** (step // chooser.active.lanes)), wait)
+        chooser.choose(120, now)
+    assert chooser.active.lanes == lanes
+
+
 def test_it_changes_its_mind_when_the_load_does() -> None:
     chooser = LaneChooser(choices(1))
     assert settle(chooser, 128, constant=0.1, per_row=0.01, wait_per_row=0.01) >= 2

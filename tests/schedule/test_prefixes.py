@@ -62,6 +62,21 @@ def test_a_dropped_request_shares_what_it_had_but_generated_tokens_run_again_for
     assert plan.forks[-1].child == chunk.sequence and plan.forks[-1].tokens == chunk.start
 
 
+def test_tokens_of_admitted_prompts_are_counted_and_those_that_were_found() -> None:
+    under_test = scheduler({"memory0": 60}, prefix_cache=True)
+    found = []
+    for name, prompt in (("0", 14), ("1", 14), ("2", 6), ("3", 20)):
+        under_test.submit(request(name, prompt, max_tokens=1))
+        starts = []
+        while (plan := under_test.plan(0)) is not None:
+            starts += [chunk.start for chunk in plan.chunks]
+            for _, completion in under_test.complete(0).values():
+                completion.generated.append(99)
+        found.append(starts[0])
+    assert found == [0, 13, 5, 14]
+    assert (under_test.prefixes.queried, under_test.prefixes.hit) == (14 + 14 + 6 + 20, sum(found))
+
+
 def test_what_a_leaving_worker_has_dropped_is_not_cached_if_the_worker_stays() -> None:
     """An epoch ends while a worker leaves that holds a request that has just ended."""
     under_test = scheduler({"memory0": 60, "memory1": 60}, prefix_cache=True)

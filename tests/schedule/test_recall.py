@@ -26,11 +26,14 @@ def kept(tokens: int, *segments: Segment) -> Computed:
 def test_a_request_that_comes_again_finds_its_tokens_and_the_slots_are_not_reserved_any_more() -> None:
     placement = Placement({"memory0": 100})
     under_test, prefixes = recall(placement)
+    assert not under_test
     under_test.keep([kept(40, Segment(7, "memory0", (0, 4), (0, None)))])
-    assert placement.reserved == {"memory0": 40}
+    assert under_test and placement.reserved == {"memory0": 40}
     request = Request("request", None, [*range(30)], SamplingParams(), 0)
     under_test.claim(request, {0: [*range(30, 38)]})  # two more have been computed than anybody was told of
+    assert under_test, "it has not been settled"
     under_test.settle()
+    assert not under_test
     assert placement.reserved == {"memory0": 0} and placement.idle == {"memory0": 38}
     (fork,), released = prefixes.changes()
     assert (fork.parent, fork.tokens, released) == (7, 38, [7])

@@ -41,6 +41,16 @@ def test_an_exchange_of_seats_is_never_undone(taken: list[int], wants: int, want
         assert client not in seats.holders(holder, given_up)
 
 
+def test_seats_of_ended_sequences_leave_until_no_step_runs_them() -> None:
+    seats = Seats(1)
+    seats.add_sequences(0, 3, NOBODY)
+    seats.note_ended()
+    seats.note_ended()
+    assert (seats.total, seats.leaving) == (3, 2)
+    seats.free_ended(0, NOBODY)
+    assert (seats.total, seats.leaving, seats.taken) == (2, 1, [2])
+
+
 def test_a_lane_with_nothing_to_plan_is_not_asked_again_until_something_changes() -> None:
     ready = Readiness(2)
     ready.note_nothing(0)
