@@ -121,7 +121,7 @@ def _print(
     reasons = f"Given up, at over {RIVAL:g} times the cheapest way's cost or outside of the targets:"
     for line in [
         f"Prices: {server.prices.brief(server.models)}.",
-        f"Included: {server.prices.includes}. Sources: docs/cost-model.md, Money. --prices FILE has yours.",
+        server.prices.inclusion,
         agreement(trials),
         *untried(server.shape, best.way.compute.kind),
         *notes,

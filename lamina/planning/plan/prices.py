@@ -66,6 +66,12 @@ class Prices:
     network_usd: float = 0.0
     network: str = ""
 
+    @property
+    def inclusion(self) -> str:
+        """What the prices include and, of the package's markets, where their sources are."""
+        sources = " Sources: docs/cost-model.md, Money. --prices FILE has yours." if self.name in names() else ""
+        return f"Included: {self.includes}.{sources}"
+
     def lists(self, kind: str) -> bool:
         """Return whether the market has a price for a kind."""
         return kind in self.entries
@@ -198,7 +204,7 @@ def _market(name: str, table: Mapping[str, Any], file: Path) -> Prices:
     return Prices(
         name=name,
         market=str(table.get("market", file.stem)),
-        includes=str(table.get("includes", "what the file does not say")),
+        includes=str(table.get("includes", "unknown, since the file has no includes")),
         rdma=bool(table.get("rdma", True)),
         entries={ALIASES.get(kind.lower(), kind.lower()): _price(kind, entry, file) for kind, entry in kinds.items()},
         years=_number(table, "years", f"{file}", least=0.1) if bought else None,

@@ -180,7 +180,7 @@ class Server:
         added = self._pass(compute, degree, rows + chunk) + chunk * attends.own_s - dense
         times = model.steps(chunk, share, added)
         average = times.average
-        prompts = share * added / (dense + share * added)
+        prompts = _prompts_share(rows, share, dense, added)
         busy = model.together / model.replicas * (dense + share * added) / average
         memory_busy = lanes * (model.attention_s + share * chunk * attends.prefix_load_s / workers) / average
         waiting = np.minimum(share * times.with_chunk / average, 1.0)
@@ -209,7 +209,7 @@ class Server:
 
         mixed = with_chunk(chunk, attends.own_s)
         average = (1 - share) * plain + share * mixed
-        prompts = share * (mixed - plain) / average
+        prompts = _prompts_share(rows, share, plain, mixed - plain)
         late = with_chunk(way.chunk - rows, attends.late_own_s)
         longest = np.where(share < 1 - PERCENTILE, plain, late)
         ones = np.ones_like(rows)
@@ -367,6 +367,20 @@ class Server:
             host = self._host(model)
             self._passes[key] = model.decode_seconds(_EVERY_ROW, degree) + host.step_s + host.step_row_s * _EVERY_ROW
         return np.interp(rows, _EVERY_ROW, self._passes[key])
+
+
+def _prompts_share(rows: Floats, share: Floats, plain: Floats, added: Floats) -> Floats:
+    """Return the share of the time of steps that prompts take.
+
+    Args:
+        rows: Mean sequences that decode; below 1, the share of the steps that have one. Others are for a prompt alone.
+        share: Share of the steps that have a chunk.
+        plain: Seconds of a step without a chunk.
+        added: Seconds that a chunk adds.
+    """
+    decodes = np.minimum(rows, 1.0)
+    prompts = share * (added + (1 - decodes) * plain)
+    return np.asarray(prompts / (prompts + decodes * plain))
 
 
 @dataclass(frozen=True)

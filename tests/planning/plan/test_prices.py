@@ -101,6 +101,16 @@ def test_the_remedy_names_exactly_the_markets_that_price_every_kind() -> None:
             assert offered == {one for one in prices.names() if prices.load(one).entries.keys() >= set(kinds)}
 
 
+def test_what_prices_include_and_where_their_sources_are(tmp_path: Path) -> None:
+    """The documentation has the sources of the package's markets alone."""
+    file = tmp_path / "mine.toml"
+    file.write_text("[kinds.h100]\nusd_per_hour = 2\nsource = 'a test'\ndate = '2026-11'\n")
+    assert prices.load(str(file)).inclusion == "Included: unknown, since the file has no includes."
+    file.write_text("includes = 'hosts'\n" + file.read_text())
+    assert prices.load(str(file)).inclusion == "Included: hosts."
+    assert re.fullmatch(r"Included: .*\. Sources: docs/cost-model.md, Money\. .*", prices.load("aws").inclusion)
+
+
 def test_a_file_of_one_s_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('[kinds.A100]\nusd_per_hour = 1.5\nsource = "my contract"\ndate = 2026-11-01\n')

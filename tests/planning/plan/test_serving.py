@@ -257,6 +257,14 @@ def test_prompts_count() -> None:
     assert len(rates) == 3 and rates == sorted(rates, reverse=True) and shares == sorted(shares)
 
 
+@pytest.mark.parametrize("kind", [Kind.LOCAL, Kind.OFFLOADED])
+def test_prompts_cause_nearly_all_of_the_cost_where_a_sequence_seldom_decodes(kind: Kind) -> None:
+    """Computing 40,000 tokens takes seconds, and ten steps take a quarter of a second, also those with chunks alone."""
+    place = server(workload.of_lengths(40_000, 10), Slo(tbt_s=1.0, ttft_s=1000.0))
+    shares = [one.prompt_share for way in of_kind(kind) if (one := place.evaluate(way))]
+    assert len(shares) > 5 and min(shares) > 0.9
+
+
 def test_every_system_on_every_kind_competes() -> None:
     place = server(workload.of_lengths(500, 100))
     every = list(ways(SMALL, *pools()))
