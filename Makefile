@@ -12,7 +12,7 @@ MAKEFLAGS += --jobs=2
 # Where another build of PyTorch is, such as the small one for CPUs alone: make run TORCH_INDEX=ADDRESS. See README.md.
 TORCH_INDEX ?=
 
-.PHONY: run run-ray test suite test-all test-gpu test-rdma soak check lint types docs native stubs venv dev clean
+.PHONY: run run-ray test suite test-all test-gpu test-rdma test-amx soak check lint types docs native stubs venv dev clean
 
 run: venv
 	$(BIN)/lamina generate --compute cpu:1 --memory cpu:2 --max-tokens 48 --temperature 0.7 --seed 3 \
@@ -52,6 +52,10 @@ soak: dev
 # machine with Soft-RoCE. Status 77: skipped, with the reason.
 test-rdma: dev
 	tests/rdma/run.sh
+
+# Products by matrix tiles (AMX), on an emulated processor. Status 77: skipped, with the reason.
+test-amx: dev
+	tests/amx/run.sh
 
 check: lint types
 

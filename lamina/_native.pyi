@@ -287,6 +287,11 @@ def linear_takes_byte_rows() -> bool:
     Whether linear() has kernels for this processor that round x to 8 bits: AVX-512 with VNNI.
     """
 
+def linear_tiles_error() -> int | None:
+    """
+    The error number with which the system refuses matrix tiles (AMX); 0: granted; None: no tiles.
+    """
+
 def linear_packed_pairs(outputs: int, inputs: int) -> int:
     """
     Pairs of bfloat16, of 4 bytes each, in a packed weight [outputs, inputs]. inputs is even.

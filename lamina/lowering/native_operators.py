@@ -1,5 +1,6 @@
 """Native calls for operators of slices on a CPU: norms, rotary embeddings, gates, linear layers."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -136,6 +137,17 @@ def packing(dtype: DType) -> Packing | None:
     if dtype is DType.BFLOAT16 and _native.linear_available() and not torch.cpu._is_amx_tile_supported():
         return NATIVE
     return ONEDNN if _onednn_packs(dtype) else None
+
+
+def tiles_refusal() -> str:
+    """Return why products with codes cannot use the matrix tiles (AMX) that this processor has; otherwise ""."""
+    error = _native.linear_tiles_error()
+    if not error:
+        return ""
+    return (
+        f"this processor has matrix tiles (AMX), which the operating system refuses ({os.strerror(error)}): prompts "
+        "are multiplied with AVX-512 instead; use Linux 5.16 or later, and a container profile that allows arch_prctl"
+    )
 
 
 def _onednn_packs(dtype: DType) -> bool:

@@ -50,6 +50,9 @@ void register_linear(nb::module_ &module) {
                "Whether linear() has kernels for this processor: AVX-512 with bfloat16 pairs, or AVX2.");
     module.def("linear_takes_byte_rows", &takes_byte_rows,
                "Whether linear() has kernels for this processor that round x to 8 bits: AVX-512 with VNNI.");
+    module.def(
+        "linear_tiles_error", &tiles_error,
+        "The error number with which the system refuses matrix tiles (AMX); 0: granted; None: no tiles.");
     module.def("linear_packed_pairs", &packed_pairs, "outputs"_a, "inputs"_a,
                "Pairs of bfloat16, of 4 bytes each, in a packed weight [outputs, inputs]. inputs is even.");
     module.def("linear_pack", &pack_binding, "weight"_a, "outputs"_a, "inputs"_a, "packed"_a, "threads"_a,

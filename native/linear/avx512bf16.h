@@ -32,16 +32,15 @@ inline void store_sums(const Linear &task, int64_t row, int64_t first, __m512 su
                              reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(sums)));
 }
 
-// Writes ROWS rows of a panel, from `first_row` on, to task.out: their totals plus the bias.
-template <int ROWS>
-[[gnu::always_inline]] inline void store_totals(const Linear &task, int64_t first_row, int64_t panel,
-                                                const float (&totals)[ROWS][kPanel]) {
+// Writes rows of a panel, from `first_row` on, to task.out: their totals plus the bias.
+[[gnu::always_inline]] inline void store_totals(const Linear &task, int64_t first_row, int64_t rows,
+                                                int64_t panel, const float (*totals)[kPanel]) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
         const int64_t first = panel * kPanel + 16 * half;
         const __m512 bias = bias_of(task, first);
 #pragma GCC unroll 16
-        for (int row = 0; row < ROWS; ++row)
+        for (int64_t row = 0; row < rows; ++row)
             store_sums(task, first_row + row, first,
                        _mm512_add_ps(_mm512_load_ps(totals[row] + 16 * half), bias));
     }

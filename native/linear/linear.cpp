@@ -1,6 +1,7 @@
 // Shares a product among threads: by panels of the weight, within blocks of rows that a core's cache holds.
 #include "panel.h"
 #include "quads.h"
+#include "tiles.h"
 
 #include "lamina/attention.h"
 #include "lamina/thread_pool.h"
@@ -29,9 +30,19 @@ int64_t tasks_of(const Linear &linear, int64_t panels_per_task) {
     return (panels_of(linear) + panels_per_task - 1) / panels_per_task;
 }
 
+// Whether matrix tiles multiply so many rows, and runs of inputs that fill half of a tile or more.
+bool fits_tiles(const Linear &linear) {
+    const Codes &codes = linear.codes;
+    const int64_t pairs = (codes.bits == 0 ? linear.inputs : codes.group) / 2;
+    return linear.rows >= kTileRows && tiles_error() == 0 && (codes.bits == 0 || codes.group % 2 == 0) &&
+           tile_step(codes.x_group > 0 ? codes.x_group / 4 : pairs) >= kTileWords / 2;
+}
+
 PanelKernel kernel_for(const Linear &linear, attention::Path path) {
     const bool dense = linear.codes.bits == 0;
 #if defined(__x86_64__)
+    if (path == attention::Path::Avx512Bf16 && fits_tiles(linear))
+        return amx_tiles();
     if (linear.codes.x_group > 0)
         return avx512vnni_quads();
 #endif

@@ -1,6 +1,6 @@
 // Products of codes by codes, four inputs at a time: VNNI multiplies unsigned codes of the weight by signed
 // ones of x and adds up whole numbers, which a group's scales turn into float32.
-#include "avx512bf16.h"
+#include "codes_avx512.h"
 #include "quads.h"
 
 #include <bit>
@@ -42,22 +42,6 @@ int32_t add_lanes(__m512i numbers) {
     alignas(64) int32_t lanes[16];
     _mm512_store_si512(lanes, numbers);
     return std::accumulate(lanes, lanes + 16, 0);
-}
-
-// The offset of unsigned codes against those of the weight: with zero points, of 4 bits, none.
-int32_t offset_of(const Codes &codes) {
-    return codes.bits == 8 ? 128 : codes.zeros ? 0 : 8;
-}
-
-template <int BITS> void load_quads(const uint8_t *codes, __m512i &low, __m512i &high) {
-    low = _mm512_load_si512(codes);
-    if constexpr (BITS == 8) {
-        high = _mm512_load_si512(codes + 64);
-    } else {
-        const __m512i nibble = _mm512_set1_epi8(0x0f);
-        high = _mm512_and_si512(_mm512_maskz_srli_epi16(~0u, low, 4), nibble);
-        low = _mm512_and_si512(low, nibble);
-    }
 }
 
 __m512i broadcast_quad(const int8_t *x) {
@@ -118,7 +102,7 @@ template <int BITS, int ROWS> void multiply_rows(const Linear &task, int64_t fir
             }
         }
     }
-    store_totals<ROWS>(task, first_row, panel, totals);
+    store_totals(task, first_row, ROWS, panel, totals);
 }
 
 void multiply_panel(const Linear &task, int64_t first_row, int64_t rows, int64_t panel) {

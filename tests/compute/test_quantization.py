@@ -1,5 +1,6 @@
 """Weights held as codes: what devices take, and the logits of slices that run with them, on CPUs and emulated GPUs."""
 
+import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,6 +95,16 @@ def dense(weight: Weight) -> Tensor:
     assert isinstance(weight, Codes)
     zeros = 0.0 if weight.zeros is None else weight.zeros[weight.rows][:, weight.columns].double()
     return (weight.values.double() - zeros) * weight.scales[weight.rows][:, weight.columns].double()
+
+
+@pytest.mark.parametrize(("error", "warned"), [(None, False), (0, False), (errno.EPERM, True)])
+def test_a_worker_whose_matrix_tiles_are_refused_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int | None, warned: bool
+) -> None:
+    monkeypatch.setattr(_native, "linear_tiles_error", lambda: error)
+    device, model = make("cpu"), lowered(folder, "cpu")
+    device.runner(model, load(folder, device, model))
+    assert ("refuses (Operation not permitted)" in caplog.text) == warned
 
 
 @needs_kernels

@@ -1,5 +1,6 @@
 """Implements compute workers' ``Device``, ``Runner`` and ``Transfers`` on CPUs, with native kernels and torch."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from lamina.core.types import ActivationDType, AttentionSpec, DType, Quantizatio
 from lamina.kernels.attention import merge, partial
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
+from lamina.lowering.native_operators import tiles_refusal
 from lamina.lowering.weight_forms import HostForm, require_byte_rows
 from lamina.models.quantisation.codes import Weight, plain
 from lamina.splitter import SliceOutput, as_numpy
@@ -21,6 +23,8 @@ from lamina.splitter.markers import Reduce
 from lamina.splitter.parts import Rank
 
 Arrays = tuple[Floats, Floats]
+
+logger = logging.getLogger(__name__)
 
 
 class NativeTransfers:
@@ -261,4 +265,6 @@ class Cpu:
         """Return a runner of the model's slices. Packed weights are copies: drop ``tensors`` to free their memory."""
         if activations == "int8":
             require_byte_rows(tensors)
+        if refusal := tiles_refusal():
+            logger.warning("%s", refusal)
         return SliceRunner(model, tensors, reduce, activations)

@@ -1,0 +1,22 @@
+// Products by matrix tiles (AMX), which the kernel must permit to each process.
+#pragma once
+
+#include "panel.h"
+
+namespace lamina::linear {
+
+constexpr int64_t kTileRows = 16;  // of x in a tile; with fewer rows, kernels without tiles multiply
+constexpr int64_t kTileWords = 16; // of a panel in a tile: pairs or quads of inputs
+
+// Words that are multiplied at a time: the most that a tile holds and that divide `words`.
+constexpr int64_t tile_step(int64_t words) {
+    int64_t step = kTileWords;
+    while (words % step != 0)
+        --step;
+    return step;
+}
+
+// A weight in bfloat16 or as codes, and x in bfloat16 or, with an x_group, rounded to 8 bits.
+PanelKernel amx_tiles();
+
+} // namespace lamina::linear
