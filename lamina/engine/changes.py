@@ -223,9 +223,10 @@ class Joins:
 
     @property
     def linked(self) -> Joiner | None:
-        """The joiner that may become a member now; None if no joiner is linked."""
+        """The joiner that may become a member now; None if no joiner is linked, or a process of it has ended."""
         current = self._current
-        return current if current is not None and current.stage is JoinStage.LINKED else None
+        enters = current is not None and current.stage is JoinStage.LINKED and current.exited_at is None
+        return current if enters else None
 
     def entered(self, joiner: Joiner) -> None:
         """Record that the workers of ``joiner`` have become members."""

@@ -182,6 +182,15 @@ def test_nobody_leaves_while_a_joiner_is_linked_and_has_not_entered() -> None:
         assert joins.is_linking == links
 
 
+def test_a_linked_joiner_whose_process_has_ended_does_not_enter() -> None:
+    joins = pools_of(TOPOLOGY)._joins
+    joiner = Joiner(("memory2",), "memory", 0.0, Mock(), Mock(), JoinStage.LINKED)
+    joins._joiners[:] = [joiner]
+    assert joins.linked is joiner
+    joiner.exited_at = 0.0
+    assert joins.linked is None and joins.is_linking
+
+
 def test_a_worker_that_asked_to_leave_stays_once_the_other_one_is_lost() -> None:
     pools = pools_of(TOPOLOGY, is_drained=False, wishes=[Wish("memory1", "remote")])
     pools.turn(steady=True)
