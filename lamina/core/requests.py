@@ -91,6 +91,9 @@ class Group:
         cached_tokens: tokens of the prompt found in the prefix cache when the request was first admitted.
         suspect: True if its KV must not enter the prefix cache.
         ids: tokens that it looks up in the prefix cache; None before the first look-up and after its prompt was kept.
+        replicas: over how many replicas' local memory it was divided when it was admitted; 1 if it was not divided, or
+            without local memory.
+        stays: True if all chunks of its prompt run in its own lane.
         gave_way: True once it was preempted for a client with fewer seats.
         choice: for a beam search, by completion: the index of the beam that it continues, and the token, which the
             next plan of its lane runs and appends to ``generated``.
@@ -118,6 +121,8 @@ class Group:
     cached_tokens: int | None = None
     suspect: bool = False
     ids: "Ids | None" = None
+    replicas: int = 1
+    stays: bool = False
     gave_way: bool = False
     choice: list[tuple[int, int]] | None = None
     prompt_length: int = field(init=False)
@@ -133,6 +138,10 @@ class Group:
         self.unshared = self.prompt_length
         first, *others = self.completions
         first.goal = self.prompt_length if others else self.prompt_length + first.known
+
+    def chunk(self, rows: int) -> int:
+        """Return the most prompt tokens of a step with ``rows`` rows left: chunks of all its replicas fill one step."""
+        return -(-rows // self.replicas)
 
     @property
     def to_run(self) -> int:

@@ -56,7 +56,7 @@ class Placement:
         others: returns the workers of ``local`` that do not run a lane. A lane may attend to their KV if ``lends``.
         lends: True if replicas with local memory attend for each other (``Pipeline.spreads``).
         in_one_lane: True if compute workers hold KV, and do not attend to it for others or divide no request that one
-            of them can hold. Then the chunks of a prompt run in one lane.
+            of them can hold. Then the chunks of a prompt run in one lane, unless admission has divided it.
         crowded: workers whose reserved and idle slots exceed their capacity, so that idle slots must be evicted.
         stalled: lanes that wait for slots (``lamina.schedule.growth``).
         token_s: by worker: measured seconds to read a token. Empty: requests go where most room is; else to the worker
@@ -220,6 +220,7 @@ class Placement:
         sequences: int,
         besides: frozenset[str] = NOWHERE,
         found: Mapping[str, CachedPrefix] = NOTHING,
+        longest: int | None = None,
     ) -> list[tuple[str, int]] | None:
         """Reserve slots for a request, and return (worker, tokens) in the order of the tokens; None if it does not fit.
 
@@ -232,8 +233,9 @@ class Placement:
             besides: workers that are excluded.
             found: cached prefixes by worker, which are not reserved again, and count ``AFFINITY`` times as much as free
                 slots. Empty for a request that splits.
+            longest: most tokens of a segment of a request that is divided although it need not be; else None.
         """
-        spans = self.fitting(tokens, sequences, besides, found)
+        spans = self.fitting(tokens, sequences, besides, found, longest)
         if spans is None:
             return None
         for worker, part in spans:
@@ -247,14 +249,17 @@ class Placement:
         sequences: int,
         besides: frozenset[str] = NOWHERE,
         found: Mapping[str, CachedPrefix] = NOTHING,
+        longest: int | None = None,
     ) -> list[tuple[str, int]] | None:
         """Return what ``reserve`` would return, without reserving."""
-        if self.splits(tokens):
-            return self._spread(tokens, sequences, besides) or None
+        if longest is not None or self.splits(tokens):
+            return self._spread(tokens, sequences, besides, longest or self._longest(tokens)) or None
         worker = self._nearest(tokens, sequences, besides, found) or self._whole(tokens, sequences, besides)
         return None if worker is None else [(worker, tokens)]
 
-    def _spread(self, tokens: int, sequences: int, besides: Collection[str]) -> list[tuple[str, int]]:
+    def _spread(
+        self, tokens: int, sequences: int, besides: Collection[str], longest: int | None
+    ) -> list[tuple[str, int]]:
         """Divide tokens over several workers, those with most room first; empty if they do not fit."""
         workers = [worker for worker in self._open if worker not in besides]
         rooms = {worker: self.room(worker) for worker in workers}
@@ -265,7 +270,6 @@ class Placement:
                 return []
         left = {worker: room for worker, room in sorted(rooms.items(), key=lambda one: -one[1]) if room > 0}
         spans: list[tuple[str, int]] = []
-        longest = self._longest(tokens)
         while tokens:
             for worker, room in left.items():
                 part = min(tokens, room, longest or room)

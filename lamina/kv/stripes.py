@@ -273,11 +273,13 @@ class StripedPlacement(Placement):
     def is_empty(self, place: str) -> bool:
         return not self.stalled and not any(self.reserved[one] or self.sequences[one] for one in self.touching([place]))
 
-    def _spread(self, tokens: int, sequences: int, besides: Collection[str]) -> list[tuple[str, int]]:
+    def _spread(
+        self, tokens: int, sequences: int, besides: Collection[str], longest: int | None
+    ) -> list[tuple[str, int]]:
         places = [place for place in dict.fromkeys([*self._open, *self._alone]) if place not in besides]
-        spans = self._spans(tokens + AHEAD * sequences, places, self._roomy())
+        spans = self._spans(tokens + AHEAD * sequences, places, self._roomy(), longest)
         if not spans and all(self.is_empty(place) for place in places):
-            spans = self._spans(tokens, places, dict(self._slots))  # empty workers may be filled
+            spans = self._spans(tokens, places, dict(self._slots), longest)  # empty workers may be filled
         kept: list[tuple[str, int]] = []
         for place, part in spans:
             if tokens:
@@ -285,13 +287,15 @@ class StripedPlacement(Placement):
                 tokens -= kept[-1][1]
         return kept
 
-    def _spans(self, tokens: int, places: Sequence[str], free: dict[str, int]) -> list[tuple[str, int]]:
+    def _spans(
+        self, tokens: int, places: Sequence[str], free: dict[str, int], longest: int | None
+    ) -> list[tuple[str, int]]:
         """Divide tokens among places, the one with most room first; empty if they do not fit."""
         spans: list[tuple[str, int]] = []
         while tokens:
             rooms = {place: self._fitting(place, free) for place in places}
             place = max(rooms, key=lambda one: rooms[one], default="")
-            part = min(tokens, rooms.get(place, 0), self.longest or tokens)
+            part = min(tokens, rooms.get(place, 0), longest or tokens)
             if part <= 0:
                 return []
             spans.append((place, part))

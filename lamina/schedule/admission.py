@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from lamina.core.pipeline import LaneRole
 from lamina.core.requests import Group, Rank
 from lamina.core.types import Client
-from lamina.kv.placement import Placement
+from lamina.kv.placement import AHEAD, LEAST_SEGMENT, Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.schedule.lane import Residents
 from lamina.schedule.limits import Limits
@@ -29,6 +29,7 @@ PAUSE = 32  # steps of all lanes together
 PATIENCE = 256  # steps of all lanes together
 SHARE = 2  # steps of all lanes together
 PREFIX_SEATS = 2  # extra sequences that a replica may have and still be preferred for its cached prefix
+ROUNDS = 8  # segments of a divided prompt on each replica
 MOST_SKIPPED = 32  # requests; all of them are tried again when slots or seats are freed
 
 
@@ -325,10 +326,12 @@ class Admissions:
         found = self._prefixes.find(group)
         longest = max((one.length for one in found.values()), default=0)
 
-        def order(lane: int) -> tuple[int, int, int]:
+        def order(lane: int) -> tuple[int, int, int, int]:
             elsewhere = others(lane)
             cached = any(one.length == longest for worker, one in found.items() if worker not in elsewhere)
-            return seats.taken[lane] - (PREFIX_SEATS if cached else 0), seats.taken[lane], lane
+            held = self._held(self._placement.local - elsewhere)
+            taken = seats.taken[lane] or (1 if held else 0)
+            return taken - (PREFIX_SEATS if cached else 0), taken, held, lane
 
         by_replica = {others(lane): lane for lane in sorted(lanes, key=order, reverse=True)}
         return sorted(by_replica.values(), key=order)
@@ -365,16 +368,44 @@ class Admissions:
         Local memory of other replicas is used only for a request that finds no room without, or is divided.
         """
         placement = self._placement
+        if (spans := self._divide(group, lanes, seats)) is not None:
+            return lanes[0], spans
         near = not (placement.lends and placement.splits(group.to_run))
         tries = [placement.others] * near + [placement.beyond] * placement.lends
         for besides in tries:
             for lane in lanes:
                 if (spans := self._room_for(group, lane, besides(lane), seats)) is not None:
+                    several = 0 if placement.in_one_lane else len(placement.local & {worker for worker, _ in spans})
+                    group.stays, group.replicas = placement.in_one_lane, max(1, several)
                     return lane, spans
         return -1, None
 
-    def _room_for(self, group: Group, lane: int, besides: frozenset[str], seats: Seats) -> list[tuple[str, int]] | None:
+    def _held(self, workers: Iterable[str]) -> int:
+        return sum(self._placement.reserved[worker] for worker in workers)
+
+    def _divide(self, group: Group, lanes: Sequence[int], seats: Seats) -> list[tuple[str, int]] | None:
+        """Reserve slots for a long prompt on half of the replicas with local memory that have no KV, or on as many as
+        it needs, which all run its chunks. Return None for a short prompt, or if fewer than two such replicas have
+        room: the others are left to the requests that come next."""
+        placement, tokens, wanted = self._placement, group.to_run, AHEAD * len(group.completions)
+        if not placement.lends or tokens <= self._rows or self._prefixes.find(group):
+            return None
+        own = [placement.local - placement.others(lane) for lane in lanes]
+        idle = [one for one in own if placement.closed.isdisjoint(one) and not self._held(one)]
+        rooms = itertools.accumulate(sum(map(placement.room, one)) for one in idle)
+        count = max(sum(room < tokens + wanted for room in rooms) + 1, -(-len(idle) // 2))
+        if not 1 < count <= len(idle) or idle[0] != own[0] or tokens < count * LEAST_SEGMENT:
+            return None
+        group.stays, group.replicas = False, count
+        besides = frozenset(placement.capacities).difference(*idle[:count])
+        return self._room_for(group, lanes[0], besides, seats, max(LEAST_SEGMENT, tokens // (ROUNDS * count)))
+
+    def _room_for(
+        self, group: Group, lane: int, besides: frozenset[str], seats: Seats, longest: int | None = None
+    ) -> list[tuple[str, int]] | None:
         """Reserve slots for a request's present tokens, on workers that are not in ``besides``.
+
+        ``longest``: Most tokens of a segment of a request that is to be divided; None: it is divided if it must be.
 
         Returns:
             Memory workers and the tokens on each; None if tokens or seats do not fit.
@@ -386,7 +417,7 @@ class Admissions:
         if seats.total + wanted > self._max_sequences or seats.taken[lane] + wanted > self._rows:
             return None
         found = self._prefixes.find(group)
-        return self._placement.reserve(group.to_run, len(group.completions), besides, found)
+        return self._placement.reserve(group.to_run, len(group.completions), besides, found, longest)
 
     def _skip_and_pass(self, group: Group) -> bool:
         """Skip a request that does not fit. Returns False if all requests behind it must wait."""

@@ -213,7 +213,8 @@ class PromptBatch:
         for one, group in self._owners.items():
             if group.forked or stays(group, one):
                 continue
-            if one.left > budget and one.cached + budget <= group.prompt_length:
+            tokens = group.chunk(budget)
+            if one.left > tokens and one.cached + tokens <= group.prompt_length:
                 return group, one
         return None
 
@@ -227,20 +228,23 @@ class PromptBatch:
         if budget <= 0 or not self._owners:
             return {}
         first = next(iter(self._owners))
-        shares = {first: min(first.left, math.ceil(budget * self._first_share))}
+        shares = {first: min(self._most(first, budget), math.ceil(budget * self._first_share))}
         spare = budget - shares[first]
         smallest, shortest = min(SMALLEST, budget // 2), self._shortest.copy()
         while spare and (one := self._pop_shortest(shortest)) is not None:
             if spare < min(smallest, one.left):
-                more = min(spare, first.left - shares[first])
+                more = min(spare, self._most(first, budget) - shares[first])
                 shares[first] += more
                 spare -= more
-            tokens = min(spare, one.left - shares.get(one, 0))
+            tokens = min(spare, self._most(one, budget) - shares.get(one, 0))
             if tokens:
                 shares[one] = shares.get(one, 0) + tokens
                 spare -= tokens
-        shares[first] += min(spare, first.left - shares[first])
+        shares[first] += min(spare, self._most(first, budget) - shares[first])
         return {one: tokens for one, tokens in shares.items() if tokens}
+
+    def _most(self, one: Completion, budget: int) -> int:
+        return min(one.left, self._owners[one].chunk(budget))
 
     def _note(self, completion: Completion) -> None:
         heapq.heappush(self._shortest, (completion.left, completion.sequence, completion))

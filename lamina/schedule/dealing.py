@@ -334,7 +334,8 @@ class Dealer:
         Returns:
             The request whose chunk was added; None if no lane lends a chunk.
         """
-        if self.active == 1 or self._placement.in_one_lane or lane.role == "decode":
+        alone = self._placement.in_one_lane and not self._placement.lends
+        if self.active == 1 or alone or lane.role == "decode":
             return None
         if lane.prompts:
             self._lenders[lane.number] = lane

@@ -196,11 +196,13 @@ class Lane:
         """Return the prompt of which another lane may run the next ``budget`` tokens, or None.
 
         ``others``: the workers that hold KV in local memory of other replicas than that lane's. A prompt with KV on
-        these alone stays in its lane.
+        these alone stays in its lane, and so does a prompt with KV in local memory that was not divided.
         """
-        return self.prompts.lendable(
-            budget, lambda group, one: self.scratch.holds(group, one) or group.workers <= others
-        )
+
+        def stays(group: Group, one: Completion) -> bool:
+            return group.stays or self.scratch.holds(group, one) or group.workers <= others
+
+        return self.prompts.lendable(budget, stays)
 
     @property
     def runs_chunks(self) -> bool:
@@ -234,9 +236,10 @@ class Lane:
                     continue
             if (owner := lender.lendable(budget, others)) is not None:
                 group, completion = owner
-                lender.prompts.lend(completion, budget)
+                tokens = group.chunk(budget)
+                lender.prompts.lend(completion, tokens)
                 group.lent += 1
-                return _chunk(group, completion, budget, [], None), group
+                return _chunk(group, completion, tokens, [], None), group
         return None
 
     def held(self, group: Group) -> dict[str, int]:

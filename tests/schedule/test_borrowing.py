@@ -9,9 +9,10 @@ from lamina.control.messages import StepDone
 from lamina.core.heads import HeadShards
 from lamina.core.pipeline import Pipeline
 from lamina.core.requests import Group
+from lamina.core.segments import by_worker
 from lamina.core.steps import StepPlan
 from lamina.core.topology import FIRST, Epoch, Member, Role, Topology
-from lamina.kv.placement import Placement
+from lamina.kv.placement import LEAST_SEGMENT, Placement
 from lamina.kv.stripes import placement
 from lamina.schedule.limits import Limits
 from lamina.schedule.pace import LEAST
@@ -23,11 +24,11 @@ PIPELINE = Pipeline(2, 2)
 
 
 def turn(local: bool = False, pipeline: Pipeline = PIPELINE, longest: int | None = None) -> Turn:
-    roles: tuple[Role, ...] = ("compute", "compute") if local else ("memory",)
+    roles: list[Role] = ["compute"] * pipeline.replicas if local else ["memory"]
     members = tuple(Member(f"{role}{number}", role, "cpu", "", 400) for number, role in enumerate(roles))
     topology = Topology(FIRST, members, pipeline)
     placement = Placement(topology.capacities, longest, topology=topology)
-    limits = Limits(max_num_seqs=4, max_num_batched_tokens=ROWS, max_model_len=200)
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=ROWS, max_model_len=1200)
     return Turn(limits, placement, pipeline, attentions=ATTENTIONS, kv_heads=2)
 
 
@@ -188,6 +189,69 @@ def test_with_local_memory_one_lane_of_each_replica_that_holds_kv_of_a_prompt_ru
     made = turn(local=True, pipeline=pipeline, longest=longest)
     begin(made)
     assert {lane for lane, _, _ in spans(list(made.plan(0.0)))} == lanes
+
+
+FOUR, LONG = Pipeline(4, 4, lends=True), 300
+
+
+def test_half_of_the_empty_replicas_share_a_long_prompt_and_its_attention() -> None:
+    """Their chunks together fill one step, and each holds as many tokens in turn."""
+    made = turn(local=True, pipeline=FOUR)
+    group = made.scheduler.submit(request("0", LONG, max_tokens=4))
+    plans = list(made.plan(0.0))
+    assert {lane for lane, _, _ in spans(plans)} == {0, 1}
+    assert {stop - start for _, start, stop in spans(plans)} == {ROWS // 2}
+    assert group.workers == {"compute0", "compute1"}
+    held = by_worker(group.completions[0].segments, 0, LONG)
+    assert sum(held.values()) == LONG and max(held.values()) - min(held.values()) <= LEAST_SEGMENT
+    while plans:
+        plans = run_round(made, plans)
+    assert len(group.completions[0].generated) == 4
+
+
+def test_the_next_request_runs_where_no_kv_is() -> None:
+    made = turn(local=True, pipeline=FOUR)
+    made.scheduler.submit(request("0", LONG, max_tokens=4))
+    list(made.plan(0.0))
+    later = [made.scheduler.submit(request(f"{number}", ROWS, max_tokens=4)) for number in (1, 2, 3)]
+    list(made.plan(0.0))
+    assert [group.lane for group in later] == [2, 3, 1]  # 0 and 1 hold half of the long prompt each
+    assert all(len(group.workers) == 1 for group in later)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "busy", "prompt", "replicas"),
+    [
+        (FOUR, 0, ROWS, 1),  # one chunk
+        (FOUR, 0, 2 * LEAST_SEGMENT - 1, 1),
+        (FOUR, 0, 2 * LEAST_SEGMENT, 2),
+        (FOUR, 2, LONG, 1),  # two empty replicas: one of them is left to others
+        (Pipeline(2, 2, lends=True), 0, LONG, 1),
+        (FOUR, 0, 900, 3),  # as many as its KV needs
+        (FOUR, 2, 700, 2),
+        (Pipeline(4, 4), 0, LONG, 1),  # they do not attend for each other
+    ],
+)
+def test_replicas_that_share_a_prompt(pipeline: Pipeline, busy: int, prompt: int, replicas: int) -> None:
+    made = turn(local=True, pipeline=pipeline)
+    for number in range(busy):
+        made.scheduler.submit(request(f"busy {number}", 4, max_tokens=50))
+    plans = list(made.plan(0.0))
+    group = made.scheduler.submit(request("0", prompt, max_tokens=4))
+    plans += made.plan(0.0)
+    assert len(group.workers) == replicas
+    assert len({plan.lane for plan in plans for chunk in plan.chunks if len(chunk.tokens) > 4}) == replicas
+
+
+def test_a_prompt_that_finds_one_empty_replica_stays_in_its_lane_however_long() -> None:
+    made = turn(local=True, pipeline=FOUR)
+    for number in range(3):
+        made.scheduler.submit(request(f"busy {number}", 4, max_tokens=50))
+    plans = list(made.plan(0.0))
+    group = made.scheduler.submit(request("0", 700, max_tokens=4))
+    for _ in range(3):
+        plans = run_round(made, plans)
+    assert len(group.workers) > 1 and {lane for lane, _, _ in spans(plans)} == {group.lane}
 
 
 @pytest.mark.parametrize(("own", "lanes"), [(400, {0}), (0, {0, 1})])

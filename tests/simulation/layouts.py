@@ -176,6 +176,22 @@ def _staged(made: Layout, chance: random.Random) -> Layout:
     return dataclasses.replace(made, computes=computes, memories=memories, local=True, config=config, one_way=False)
 
 
+def _dividing(made: Layout, chance: random.Random) -> Layout:
+    """Return a cluster of replicas with room for others that divide long prompts, several of which run at once."""
+    made, replicas = _instances(made, chance), chance.choice([3, 4, 5])
+    config = dataclasses.replace(
+        made.config,
+        compute=f"{CPU}:{replicas}",
+        prefill=None,
+        prompt_attention="memory",
+        kv_tokens_per_worker=None,
+        max_num_batched_tokens=max(made.config.max_num_seqs, 16),
+        lanes=replicas * chance.choice([1, 1, 2]),
+    )
+    knobs = {**made.knobs, ("lamina.schedule.admission", "LEAST_SEGMENT"): chance.choice([1, 4, 16])}
+    return dataclasses.replace(made, computes=replicas, config=config, knobs=knobs)
+
+
 def _apart(made: Layout, chance: random.Random) -> Layout:
     """Return a cluster whose prompts run apart, attend to scratch memory, and need many steps."""
     prefill, decode = chance.choice([1, 1, 2]), chance.choice([1, 1, 2])
@@ -262,6 +278,7 @@ VARIANTS: Mapping[str, Variant] = {
     "one way": Variant(0.05, _one_way),
     "instances": Variant(0.1, _instances),
     "staged": Variant(0.1, _staged),
+    "dividing": Variant(0.05, _dividing),
     "apart": Variant(0.1, _apart),
     "disks": Variant(0.15, _spilled),
     "int8": Variant(0.15, _coded),
