@@ -247,3 +247,23 @@ def test_a_creditor_short_of_slots_gets_back_what_its_debtor_has_room_for(policy
     ):  # it is not short, or the debtor would be
         view = View({"creditor": Load(1000, creditor, 1, 800), "debtor": Load(1000, debtor, 1, 900)}, held)
         assert not [one for one in policy().propose(view) if one.targets == ("debtor",)]
+
+
+@pytest.mark.parametrize("slope", [1200.0, 1500.0, 1600.0, 2000.0])
+def test_throughput_moves_as_much_as_maximises_both_workers_tokens_per_second(slope: float) -> None:
+    """What the debtor lends makes room for more sequences of its mean length, so that its step reads as much."""
+    whole, others = 4000, 1200
+    view = View(
+        {"memory0": Load(5000, 1000, 1, whole), "memory1": Load(8000, 6800, 12, others)},
+        [HeldTokens("long", "memory0", "memory0", whole)]
+        + [HeldTokens(str(number), "memory1", "memory1", 100) for number in range(12)],
+        lambda rows: 100.0 + slope * rows,
+    )
+
+    def both(count: int) -> float:
+        sequences = 1 + count / whole
+        return sequences / (view.dense_s(sequences) + whole) + 12 / (view.dense_s(12) + others + count)
+
+    best = max(range(0, whole + 1, LEAST), key=both)
+    proposals = ByThroughput().propose(view)
+    assert [one.tokens for one in proposals if one.request == "long"] == ([best] if best else [])

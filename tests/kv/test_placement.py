@@ -10,7 +10,7 @@ from lamina.core.requests import Completion, Group
 from lamina.core.sampling import SamplingParams
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Request
-from lamina.kv.placement import AHEAD, WATERMARK, CachedPrefix, Placement
+from lamina.kv.placement import AHEAD, LEAST_SEGMENT, WATERMARK, CachedPrefix, Placement
 from lamina.schedule.growth import victims
 from lamina.schedule.limits import Limits
 
@@ -129,3 +129,21 @@ def test_what_was_promised_before_a_loss_counts_until_the_successor_has_come() -
     placement.promised = 0
     with pytest.raises(RequestError, match="may need 150 KV tokens; memory holds 100 in all"):
         limits.validate_request(120, fixed, placement)
+
+
+def test_what_is_left_in_all_follows_the_members() -> None:
+    placement = Placement({"memory0": 100})
+    placement.reserve_on("memory0", 30)
+    computes = [Member("compute0", "compute", "cpu", "")]
+    memories = [Member("memory0", "memory", "cpu", "", 100), Member("memory1", "memory", "cpu", "", 50)]
+    placement.apply_topology(Topology(FIRST, (*computes, *memories), Pipeline(1, 1)))
+    assert placement.left_in_all == 100 - 30 + 50
+
+
+@pytest.mark.parametrize("capacity", [200, 100_000])
+def test_a_sequence_continues_where_a_segment_fits_or_on_a_small_worker_its_watermark(capacity: int) -> None:
+    least = min(LEAST_SEGMENT, int(WATERMARK * capacity)) + AHEAD
+    for spare, found in ((least, "memory1"), (least - 1, None)):
+        placement = Placement({"memory0": 500, "memory1": capacity})
+        placement.reserve_on("memory1", capacity - spare)
+        assert placement.next_worker("memory0", 0) == found

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY
 
@@ -278,6 +279,16 @@ def test_nothing_is_fetched_for_a_request_that_must_compute_its_tokens(drawn: in
     again = request("again", 20, max_tokens=50, repetition_penalty=1.5)
     under_test.submit(again, {0: list(range(20, 20 + drawn))})
     assert not under_test.disks.held and not step(under_test).fetches
+
+
+@pytest.mark.parametrize(("cached", "fetches"), [(48 - BLOCK, True), (48 - BLOCK + 1, False), (48, False)])
+def test_blocks_are_fetched_for_a_block_more_than_another_worker_has_cached(
+    cached: int, fetches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_test, _ = continued()
+    monkeypatch.setattr(under_test.prefixes, "find", lambda group: {"memory1": SimpleNamespace(length=cached)})
+    under_test.submit(request("next", 49, max_tokens=2))
+    assert bool(under_test.disks.held) is fetches
 
 
 def test_nothing_is_fetched_behind_tokens_that_move() -> None:
