@@ -211,8 +211,9 @@ def _least(scores: Tensor, places: Tensor, highest: Tensor, temperature: Tensor,
 
     Tokens with equal scores are all kept or all cut. ``highest`` and ``temperature`` [R] belong to these rows.
     """
-    # The logarithm of min-p 0 is -inf: everything is kept.
-    least = highest + temperature * highest.new_tensor([row.params.min_p for row in rows]).log()
+    least, shares = torch.full_like(highest, -math.inf), [row.params.min_p for row in rows]
+    if any(shares):  # the logarithm of 0 is -inf: everything is kept
+        least = highest + temperature * highest.new_tensor(shares).log()
     cut = [r for r, row in enumerate(rows) if 0 < row.params.top_k < scores.shape[1]]
     if cut:
         k = torch.tensor([rows[r].params.top_k for r in cut], device=scores.device)
