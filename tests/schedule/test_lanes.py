@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.core.pipeline import Arrangement, Pipeline
-from lamina.schedule.lane_choice import STEPS_BETWEEN_LOOKS, LaneChooser, chooser
+from lamina.schedule.lane_choice import STEPS_BETWEEN_LOOKS, LaneChooser, StepTable, chooser
 
 
 def choices(replicas: int, stages: int = 1) -> Pipeline:
@@ -111,3 +111,16 @@ def test_nothing_running_changes_nothing() -> None:
 def test_where_lanes_were_asked_for_nothing_chooses() -> None:
     assert chooser(Pipeline(3, 2, rotates=True)) is None
     assert chooser(choices(2)) is not None
+
+
+@given(
+    rows=st.lists(st.integers(1, 500), min_size=2, max_size=40), constant=st.floats(0.1, 10), per_row=st.floats(0, 1)
+)
+def test_times_on_a_line_are_interpolated_to_that_line(rows: list[int], constant: float, per_row: float) -> None:
+    table = StepTable()
+    for one in rows:
+        table.note(one, constant + per_row * one)
+    known = [mean for mean, _ in table._means.values()]
+    for between in (min(known), max(known), (min(known) + max(known)) / 2):
+        assert min(rows) <= between <= max(rows)
+        assert table.at(between) == pytest.approx(constant + per_row * between)

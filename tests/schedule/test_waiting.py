@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections import defaultdict
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -65,6 +66,20 @@ def test_a_newcomer_comes_before_anybodys_second_request(waiting: list[tuple[int
     while (served := serve(queue)).request.client.account != "new":
         before.append(served.request.client.account)
     assert len(before) == len(set(before))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_clients_pay_for_requests_that_overtake_those_of_others(seed: int) -> None:
+    """Whoever's request is popped, the next is of a client that has had the fewest tokens of those that wait."""
+    random, queue, had = Random(seed), WaitingQueue(), defaultdict[str, int](int)
+    for number in range(200):
+        queue.enqueue(group(alone(str(number % 20)), random.randint(1, 50)))
+    while len(queue):
+        firsts = list(queue.firsts())
+        assert had[queue.first().request.client.account] == min(had[one.request.client.account] for one in firsts)
+        popped = random.choice(firsts)
+        queue.pop(popped)
+        had[popped.request.client.account] += popped.tokens
 
 
 ACTIONS = ("add", "add", "add", "pop the first", "pop one", "remove one")
