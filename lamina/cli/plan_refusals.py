@@ -60,7 +60,8 @@ def _missed(slo: "Slo", reached: "Sequence[Reach]") -> ConfigError:
 
 def _targets(slo: "Slo") -> str:
     budget = f" for ${slo.usd_per_hour:.2f}/h" if slo.usd_per_hour < math.inf else ""
-    return f"no way to serve{budget} keeps p99 TTFT {slo.ttft_s:g} s and p99 TBT {slo.tbt_s * 1e3:g} ms"
+    first = f"{slo.ttft_s:g} s" if slo.ttft_s >= 1 else f"{slo.ttft_s * 1e3:g} ms"
+    return f"no way to serve{budget} keeps p99 TTFT {first} and p99 TBT {slo.tbt_s * 1e3:g} ms"
 
 
 def _nearest(reasons: "Iterable[str]") -> list[str]:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 import shlex
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from lamina.cli import app
+from lamina.cli.plan_refusals import unkept
 from lamina.core.errors import ConfigError
 from lamina.planning.plan import hardware, model_shapes, prices, workload
 from lamina.planning.plan.cost import CostModel, Fits
@@ -48,6 +50,18 @@ def test_each_target_is_kept_but_not_both() -> None:
     assert "no way keeps both" in missed
     options = f"--slo-ttft 4.5s for {SECOND.describe()}, or --slo-tbt 450ms for {FIRST.describe()}"
     assert instead.startswith(f"Give {options}:")
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "message"),
+    [(0.5, f"in the simulator at a useful load: {FIRST.describe()} keeps both"), (3.0, "p99 TTFT is 3 s, .* 4.5s")],
+)
+def test_ways_that_miss_the_targets_in_the_simulator_are_judged_by_their_times_there(
+    ttft_s: float, message: str
+) -> None:
+    course = SimpleNamespace(reach=lambda capacity: Reach(FIRST, ttft_s, 0.05))
+    error = unkept(Slo(ttft_s=1.0, tbt_s=0.1), course, [SimpleNamespace()])  # type: ignore[arg-type,list-item]
+    assert re.search(message.replace("+", "[+]"), str(error)), error
 
 
 @given(st.floats(1e-6, 1e5))

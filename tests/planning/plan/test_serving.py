@@ -405,6 +405,7 @@ def test_simulate_repeats_what_plan_printed(planned: tuple[Path, dict[str, Any]]
             "--slo-tbt 1ms",
             r"keeps p99 TTFT 2 s and p99 TBT 1 ms at any load. At low load, the shortest p99 TBT is [\d.]+ ms, with ",
         ),
+        ("--slo-ttft 20ms", "keeps p99 TTFT 20 ms and p99 TBT 100 ms at any load"),
         ("--budget 1", r"costs \$1.00/h or less; the cheapest .* costs \$4.63/h. Raise --budget"),
         ("--prompt 900000 --output 10", "no way to serve fits: .*the longest request has 900010 tokens"),
         ("--prompt 0", "prompts of 0 tokens"),
