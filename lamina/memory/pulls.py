@@ -11,13 +11,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from lamina.core.errors import DeadlineError
 from lamina.dataplane.fetching import Fetcher, FetchFrom, FetchPiece
 from lamina.dataplane.leases import ArenaPlan
 from lamina.dataplane.wire import pulled_pieces
+from lamina.memory.device.base import Slots
 from lamina.memory.store import KvStore, StepTables
 from lamina.transport.base import Arena, Target
 from lamina.transport.endpoint import Wait
@@ -55,7 +53,7 @@ class Puller(Fetcher):
         pieces = list(pulled_pieces(step.rows.pulled, self.landing_nbytes // nbytes))
         left, first = len(pieces), 0
 
-        def keep(slots: npt.NDArray[np.int32], content: memoryview) -> None:
+        def keep(slots: Slots, content: memoryview) -> None:
             nonlocal left
             self._store.keep(layer, slots, content)
             left -= 1
