@@ -121,6 +121,7 @@ def launch(
         receivers.append(partial(write_trace, Path(config.trace)))
     find_policy(config.policy, config.slo_ttft_ms)  # raises before anything is started
     sizing.require_limits(config, model, len(pools["compute"]))
+    sizing.require_room(config, model, pools["compute"], find_devices())
     trace = bool(receivers)
     if home is not None and home.saved is not None:
         launcher: Workers = home.workers

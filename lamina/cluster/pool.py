@@ -123,12 +123,16 @@ class Assigned(NamedTuple):
 
 @dataclass(frozen=True)
 class Devices:
-    """Resources of this machine: usable CPU cores, bytes of RAM, GPUs by the driver's names, which may be emulated."""
+    """Resources of this machine: usable CPU cores, bytes of RAM, GPUs by the driver's names, which may be emulated.
+
+    ``gpu_bytes``: Memory of each GPU; empty for emulated ones, whose memory is RAM.
+    """
 
     cores: int
     ram_bytes: int
     gpus: tuple[str, ...] = ()
     emulated: bool = False
+    gpu_bytes: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         gpus = ", ".join(f"{self.gpus.count(name)} x {name}" for name in dict.fromkeys(self.gpus)) or "no GPU"
@@ -338,7 +342,9 @@ def find_devices() -> Devices:
     if emulated := environment().emulated_gpus:
         names = [GPUS[entry.kind] for entry in parse(emulated, GPUS) for _ in range(entry.count)]
         return Devices(cores, ram_bytes, tuple(names), emulated=True)
-    return Devices(cores, ram_bytes, tuple(gpu.name for gpu in find_gpus() or ()))
+    gpus = find_gpus() or ()
+    own = tuple(gpu.name for gpu in gpus)
+    return Devices(cores, ram_bytes, own, gpu_bytes=tuple(gpu.memory_bytes for gpu in gpus))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Derives limits, cores, threads and lanes from the settings and the workers' first messages. Pure."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from lamina.cluster.conversations import START_TIMEOUT_S
-from lamina.cluster.pool import CPU, PLACE_S, size
+from lamina.cluster.pool import CPU, CUDA, PLACE_S, Assigned, Devices, size
 from lamina.config.engine_config import EngineConfig, overcommit
 from lamina.control.messages import ComputeSetup, Hello, MemorySetup, ModelLoaded
 from lamina.core.errors import ConfigError
@@ -390,3 +391,45 @@ def with_lending(order: Pipeline, kinds: Collection[str]) -> Pipeline:
 def require_limits(config: EngineConfig, model: ModelDirectory, computes: int) -> None:
     """Raise ConfigError if the model rules out the settings' bounds of steps and requests."""
     limits(config, model, pipeline(config, computes, shared=False))
+
+
+def require_room(
+    config: EngineConfig, model: ModelDirectory, computes: Mapping[str, Assigned], devices: Devices
+) -> None:
+    """Raise ConfigError if a compute worker's device on this machine is too small for its part of the weights alone.
+
+    Args:
+        config: The settings.
+        model: The model; without weights, nothing is checked.
+        computes: The compute workers.
+        devices: Devices of this machine.
+    """
+    workers = config.tensor_parallel * config.pipeline_parallel
+    nbytes = least_weight_nbytes(config, model)
+    of = f" / {workers}" if workers > 1 else ""
+    for name, (kind, device) in computes.items():
+        own, _, index = device.partition(":")
+        memory = devices.gpu_bytes[int(index)] if own == CUDA else None
+        if memory is not None and nbytes / workers > memory:
+            raise ConfigError(
+                f"{name} on {kind} has {memory / 1e9:.1f} GB of memory, and the weights of {model.name} take at least "
+                f"{nbytes / 1e9:.1f}{of} GB: raise tensor_parallel or pipeline_parallel, give quantization int8 or "
+                "int4, or use GPUs with more memory"
+            )
+    in_ram = sum(bool(device) and not device.startswith(CUDA) for _, device in computes.values())
+    if (held := nbytes * min(in_ram, workers) / workers) > devices.ram_bytes:
+        raise ConfigError(
+            f"this machine has {devices.ram_bytes / 1e9:.1f} GB of memory, and the weights of {model.name} take at "
+            f"least {held / 1e9:.1f} GB: give quantization int8 or int4, or divide the model over machines by "
+            "pipeline_parallel and --compute remote:N"
+        )
+
+
+def least_weight_nbytes(config: EngineConfig, model: ModelDirectory) -> int:
+    """Return a lower bound of the bytes of a replica's weights."""
+    if model.packed:
+        return sum(entry.nbytes for entry in model.tensors.values())
+    bits = {"none": 16, "int8": 8, "fp8": 8, "int4": 4}[config.quantization]
+    if config.quantization == "none" and config.dtype == DType.FLOAT32:
+        bits = 32
+    return sum(math.prod(entry.shape) for entry in model.tensors.values()) * bits // 8

@@ -186,7 +186,10 @@ POLICIES: Mapping[str, Callable[[Targets], Policy]] = {
 
 
 def find_policy(name: str, slo_ttft_ms: int | None = None) -> Policy:
-    """Return the policy called ``name``: Lamina's own, or an entry point's. Raises ConfigError for an unknown name."""
+    """Return the policy called ``name``: Lamina's own, or an entry point's.
+
+    Raises ConfigError for an unknown name, and for an entry point that cannot be loaded or returns no ``Policy``.
+    """
     targets = Targets(None if slo_ttft_ms is None else slo_ttft_ms / 1e3)
     if name in POLICIES:
         return POLICIES[name](targets)
@@ -194,7 +197,21 @@ def find_policy(name: str, slo_ttft_ms: int | None = None) -> Policy:
     if name not in others:
         known = ", ".join([*POLICIES, *sorted(others)])
         raise ConfigError(f"policy is {name!r}; give one of {known}, or install a package with that {ENTRY_POINTS}")
-    made: Policy = others[name].load()(targets)
+    return _made_by(others[name], targets)
+
+
+def _made_by(point: importlib.metadata.EntryPoint, targets: Targets) -> Policy:
+    try:
+        made: Policy = point.load()(targets)
+    except Exception as error:  # of another package
+        raise ConfigError(f"policy {point.name!r} ({point.value}) fails: {type(error).__name__}: {error}") from error
+    if missing := [
+        name for name in ("fair", "first_share", "rank", "start_by", "lane_policy") if not hasattr(made, name)
+    ]:
+        raise ConfigError(
+            f"policy {point.name!r} ({point.value}) returns {type(made).__name__}, which lacks {', '.join(missing)}; "
+            "see lamina.schedule.policy.Policy"
+        )
     return made
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lamina.cluster import sizing
+from lamina.cluster.pool import Assigned, Devices
 from lamina.config.engine_config import EngineConfig
 from lamina.control.messages import Hello
 from lamina.core.errors import ConfigError
@@ -48,6 +49,45 @@ def test_linear_scaling_lets_longer_contexts_be_asked_for(rope: dict[str, Any], 
     assert sizing.limits(EngineConfig(max_model_len=most), model, ONE).max_model_len == most
     with pytest.raises(ConfigError, match=f"supports at most {most} tokens"):
         sizing.limits(EngineConfig(max_model_len=most + 1), model, ONE)
+
+
+def test_a_lower_bound_of_weights_is_below_those_of_the_bundled_checkpoint() -> None:
+    model = directory.find(None)
+    stored = sum(entry.nbytes for entry in model.tensors.values())  # bfloat16
+    least = {given: sizing.least_weight_nbytes(EngineConfig(quantization=given), model) for given in ("none", "int4")}
+    assert least == {"none": stored, "int4": stored // 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kinds", "devices", "says"),
+    [
+        ({}, ["cpu"], Devices(2, 3_000_000), "this machine has 0.0 GB of memory, and the weights of"),
+        ({"tensor_parallel": 2}, ["cpu", "cpu"], Devices(2, 3_000_000), "divide the model over machines"),
+        (
+            {},
+            ["cuda"],
+            Devices(2, 2**30, ("H20",), gpu_bytes=(3_000_000,)),
+            "raise tensor_parallel or pipeline_parallel",
+        ),
+        ({}, ["cpu"], Devices(2, 5_000_000), None),
+        ({"quantization": "int8"}, ["cpu"], Devices(2, 3_000_000), None),
+        ({"tensor_parallel": 2}, ["cuda", "cuda"], Devices(2, 1, ("H20",) * 2, gpu_bytes=(3_000_000,) * 2), None),
+        ({"pipeline_parallel": 2}, ["cpu", "remote"], Devices(2, 3_000_000), None),
+    ],
+)
+def test_devices_that_cannot_hold_the_weights_are_refused_before_workers_start(
+    settings: dict[str, Any], kinds: list[str], devices: Devices, says: str | None
+) -> None:
+    computes = {
+        f"compute{index}": Assigned(kind, {"remote": "", "cuda": f"cuda:{index}"}.get(kind, kind))
+        for index, kind in enumerate(kinds)
+    }
+    config, model = EngineConfig(**settings), directory.find(None)
+    if says is None:
+        sizing.require_room(config, model, computes, devices)
+        return
+    with pytest.raises(ConfigError, match=says):
+        sizing.require_room(config, model, computes, devices)
 
 
 def test_sequences_of_a_large_cluster_need_a_row_of_their_own_in_their_lane_alone() -> None:

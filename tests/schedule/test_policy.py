@@ -217,5 +217,33 @@ def test_policies_are_found_by_name_or_entry_point(monkeypatch: pytest.MonkeyPat
     assert isinstance(find_policy("mine", 1000), Shortest)
 
 
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("no.such.module:made", "policy 'mine' .*fails: ModuleNotFoundError"),
+        ("tests.schedule.test_policy:without_targets", "fails: TypeError"),
+        (
+            "tests.schedule.test_policy:incomplete",
+            "returns object, which lacks fair, first_share, rank, start_by, lane_",
+        ),
+    ],
+)
+def test_an_entry_point_that_makes_no_policy_is_a_clear_error(
+    value: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = importlib.metadata.EntryPoint("mine", value, "lamina.policies")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point] * (group == "lamina.policies"))
+    with pytest.raises(ConfigError, match=says):
+        find_policy("mine")
+
+
+def without_targets() -> Policy:
+    return Shortest()
+
+
+def incomplete(_targets: object) -> object:
+    return object()
+
+
 def made(_targets: object) -> Policy:
     return Shortest()
