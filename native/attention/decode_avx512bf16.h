@@ -6,12 +6,11 @@
 // shuffles that run beside multiplications.
 #pragma once
 
-#include "decode_words_avx512bf16.h"
+#include "decode_products_avx512bf16.h"
 
 namespace lamina::attention {
 namespace {
 
-constexpr int64_t kDecodeTokens = 16;
 constexpr int64_t kDecodeColumns = 32; // head sizes are multiples of it
 constexpr int64_t kDecodeQueries = 8;  // per KV head, at most
 
@@ -96,6 +95,8 @@ template <class Stored, int QUERIES> class DecodeTask {
     static constexpr int kElements = kRowElements<Stored>, kWords = kKeyVectors<Stored>;
     static constexpr int W = 16;
     static constexpr int kBlock = QUERIES <= 4 ? 4 : 2; // vectors of a query's sums that registers hold
+    static constexpr bool kBlocked = kBlock == 2;       // sums of kBlock vectors of all queries lie together
+    static constexpr bool kApart = kScaled && kBlocked; // values are added by add_two_vectors()
     // Read ahead, at least a tile and at most what the ring holds. Less is not enough for short rows, and
     // more slows down a single query of bfloat16.
     static constexpr int64_t kAheadBytes = QUERIES == 1 && !kScaled ? 8 * 1024 : 16 * 1024;
@@ -143,7 +144,13 @@ public:
     }
 
 private:
-    float *accumulator(int64_t head) const { return work_.accumulator + head * QUERIES * stride_; }
+    // A query's sums of a vector of columns and those after it, if kBlocked only to the end of a block.
+    float *accumulator(int64_t head, int64_t q, int64_t column) const {
+        constexpr int kColumns = kBlock * W;
+        return work_.accumulator + head * QUERIES * stride_ +
+               (kBlocked ? (column / kColumns * QUERIES + q) * kColumns + column % kColumns
+                         : q * stride_ + column);
+    }
     float *sums(int64_t head) const { return work_.sum + head * QUERIES * W; }
     float *references(int64_t head) const { return work_.reference + head * QUERIES; }
     // [qk_dim / kElements][kWords][QUERIES] vectors that meet those of keys.
@@ -185,7 +192,9 @@ private:
             gather(task_, task_.token_begin + tile * kDecodeTokens, rows);
     }
 
-    void gather(const Task &task, int64_t token, const Kv **keys) const {
+    // A function of its own, whose first loop GCC then makes of vectors, without touching the registers of
+    // the products.
+    [[gnu::noinline]] void gather(const Task &task, int64_t token, const Kv **keys) const {
         const Kv **values = keys + kDecodeTokens;
         const int32_t *slots = problem_.segments.slots + problem_.segments.kv_offsets[task.pair];
         const auto *zeros = reinterpret_cast<const Kv *>(work_.zeros);
@@ -196,11 +205,13 @@ private:
             const int64_t row = slots[token + t] * shape_.kv_heads;
             keys[t] = first_key + row * shape_.qk_dim;
             values[t] = first_value + row * shape_.v_dim;
-            if constexpr (kScaled) {
+        }
+        if constexpr (kScaled) // apart from the loop above, which prefetches would keep scalar
+            for (int64_t t = 0; t < tokens; ++t) {
+                const int64_t row = slots[token + t] * shape_.kv_heads;
                 __builtin_prefetch(problem_.k_scales + row);
                 __builtin_prefetch(problem_.v_scales + row);
             }
-        }
         std::fill(keys + tokens, keys + kDecodeTokens, zeros);
         std::fill(values + tokens, values + kDecodeTokens, zeros);
     }
@@ -330,10 +341,12 @@ private:
                 continue;
             const float rescale = __builtin_exp2f(reference - most);
             reference = most;
-            float *sum = sums(head) + q * W, *accumulated = accumulator(head) + q * stride_;
+            float *sum = sums(head) + q * W;
             store(sum, load<F>(sum) * rescale);
-            for (int64_t d = 0; d < stride_; d += W)
-                store(accumulated + d, load<F>(accumulated + d) * rescale);
+            for (int64_t d = 0; d < stride_; d += W) {
+                float *accumulated = accumulator(head, q, d);
+                store(accumulated, load<F>(accumulated) * rescale);
+            }
         }
     }
 
@@ -353,35 +366,39 @@ private:
     template <int VECTORS, bool HALF>
     [[gnu::always_inline]] void add_columns(const Kv *const *values, int64_t head, int64_t column,
                                             Ahead &ahead) {
-        if constexpr (VECTORS > kBlock) {
-            add_block<kBlock, HALF>(values, head, column, 0, ahead);
-            add_block<kBlock, HALF>(values, head, column, kBlock, ahead);
+        if constexpr (kApart) {
+            const int64_t offset = head * shape_.v_dim + column;
+            const Word *pairs = probabilities(head);
+            add_two_vectors<Stored, QUERIES, 0, HALF>(values, offset, pairs, accumulator(head, 0, column),
+                                                      ahead);
+            add_two_vectors<Stored, QUERIES, 2, HALF>(values, offset, pairs,
+                                                      accumulator(head, 0, column + 2 * W), ahead);
         } else {
-            add_block<VECTORS, HALF>(values, head, column, 0, ahead);
+            add_block<VECTORS, HALF>(values, head, column, ahead);
         }
     }
 
     template <int VECTORS, bool HALF>
-    [[gnu::always_inline]] void add_block(const Kv *const *values, int64_t head, int64_t column, int from,
+    [[gnu::always_inline]] void add_block(const Kv *const *values, int64_t head, int64_t column,
                                           Ahead &ahead) {
-        constexpr int kWordsPerAsk = (HALF ? 2 : 1) * (VECTORS < kValueVectors<Stored> ? 2 : 1);
         const int64_t offset = head * shape_.v_dim + column;
-        float *accumulated = accumulator(head) + column + from * W;
+        float *accumulated = accumulator(head, 0, column);
+        const int64_t stride = kBlocked ? kBlock * W : stride_;
         const Word *pairs = probabilities(head);
         asm("" : "+r"(pairs)); // otherwise GCC keeps them in registers across blocks, and sums in memory
         F sums[QUERIES][VECTORS];
         for (int q = 0; q < QUERIES; ++q)
             for (int n = 0; n < VECTORS; ++n)
-                sums[q][n] = load<F>(accumulated + q * stride_ + n * W);
+                sums[q][n] = load<F>(accumulated + q * stride + n * W);
 #pragma GCC unroll 8
         for (int w = 0; w < kDecodeTokens / 2; ++w) {
             F words[VECTORS];
             const Kv *even = values[2 * w] + offset, *odd = values[2 * w + 1] + offset;
-            interleave_values<Stored>(even, odd, from, HALF, words, 0);
-            if (w % kWordsPerAsk == 0)
+            interleave_values<Stored>(even, odd, 0, HALF, words, 0);
+            if (!HALF || w % 2 == 0)
                 ahead.ask_for_two();
             if constexpr (VECTORS == 4) {
-                interleave_values<Stored>(even, odd, from + 2, HALF, words, 2);
+                interleave_values<Stored>(even, odd, 2, HALF, words, 2);
                 if (!kScaled)
                     ahead.ask_for_two();
             }
@@ -394,7 +411,7 @@ private:
         }
         for (int q = 0; q < QUERIES; ++q)
             for (int n = 0; n < VECTORS; ++n)
-                store(accumulated + q * stride_ + n * W, sums[q][n]);
+                store(accumulated + q * stride + n * W, sums[q][n]);
     }
 
     void finish() {
@@ -404,8 +421,10 @@ private:
                 const float share = sum == 0 ? 0.0f : 1 / sum;
                 float *out = task_.out + query_head(head, q) * shape_.v_dim;
                 for (int64_t d = 0; d < shape_.v_dim; d += kElements) {
-                    F columns[kElements / W];
-                    restore_columns<Stored>(accumulator(head) + q * stride_ + d, columns);
+                    F sums[kElements / W], columns[kElements / W];
+                    for (int n = 0; n < kElements / W; ++n)
+                        sums[n] = load<F>(accumulator(head, q, d + n * W));
+                    restore_columns<Stored>(sums, columns);
                     for (int64_t n = 0; n < kElements / W && d + n * W < shape_.v_dim; ++n)
                         store(out + d + n * W, columns[n] * share);
                 }

@@ -131,11 +131,12 @@ template <class Stored, int VECTORS>
 
 // Puts sums [kRowElements] in the order of columns.
 template <class Stored>
-inline void restore_columns(const float *sums, Floats<16> (&columns)[kValueVectors<Stored>]) {
+inline void restore_columns(const Floats<16> (&sums)[kValueVectors<Stored>],
+                            Floats<16> (&columns)[kValueVectors<Stored>]) {
     using F = Floats<16>;
-    const F a = load<F>(sums), b = load<F>(sums + 16);
+    const F a = sums[0], b = sums[1];
     if constexpr (Stored::kScaled) {
-        const F c = load<F>(sums + 32), d = load<F>(sums + 48);
+        const F c = sums[2], d = sums[3];
         const F ab_low = of_quarters<0, 1, 4, 5>(a, b), ab_high = of_quarters<2, 3, 6, 7>(a, b),
                 cd_low = of_quarters<0, 1, 4, 5>(c, d), cd_high = of_quarters<2, 3, 6, 7>(c, d);
         columns[0] = of_quarters<0, 2, 4, 6>(ab_low, cd_low);

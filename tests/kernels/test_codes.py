@@ -140,7 +140,7 @@ def test_equals_oracle_over_what_is_kept(pairs, spec, query_type, alibi, threads
 @paths
 @elements
 @pytest.mark.parametrize("kv_heads", [1, 2])
-@pytest.mark.parametrize("group", [1, 4, 8, 16])
+@pytest.mark.parametrize("group", [1, 4, 5, 8, 16])
 @pytest.mark.parametrize("qk_dim", [32, 64, 80, 96, 128])
 def test_decode_batch(group, qk_dim, kv_heads, element, path):
     case = make_case(
