@@ -235,7 +235,8 @@ def goodput(deployment: Deployment, system: System, requests: Lengths) -> float:
 
 
 def loongserve() -> dict[str, Number]:
-    """Figures 10 to 12. Ours is eight copies, each with KV beside its weights, which lend each other memory.
+    """Figures 10 to 12. Ours is eight copies, each with KV beside its weights, which lend each other memory; on two
+    servers, sixteen, and every system uses the same network between any two devices.
 
     A system that serves a dataset at no rate is left out of the comparison with it.
     """
@@ -252,7 +253,11 @@ def loongserve() -> dict[str, Number]:
             theirs = goodput(deployment, system, requests)
             if theirs:
                 found[name].append(ours / theirs)
-    return {f"10 {name}": (min(ratios), max(ratios)) for name, ratios in found.items()}
+    mixed = lengths("Mixed", REQUESTS)
+    ours = goodput(a800s(16, 1, local=True), System.LAMINA, mixed)
+    pairs = {"vllm": System.TENSOR_PARALLEL, "splitfuse": System.CHUNKED_PREFILL}
+    two_servers = {f"11 {name}": ours / goodput(a800s(16, 8), system, mixed) for name, system in pairs.items()}
+    return {f"10 {name}": (min(ratios), max(ratios)) for name, ratios in found.items()} | two_servers
 
 
 def copies(model: str, count: int, degree: int, **settings: Any) -> Deployment:
