@@ -270,7 +270,7 @@ class Admissions:
         return self._only is not None
 
     def deal(
-        self, seats: Seats, may_take: Callable[[int], bool], homes: Mapping[Group, int] | None = None
+        self, seats: Seats, may_take: Callable[[int], bool], homes: Mapping[Group, int | None] | None = None
     ) -> Iterator[Group]:
         """Yield the requests to admit, in order, with lane and segments set and slots reserved.
 
@@ -280,12 +280,13 @@ class Admissions:
             may_take: Whether the next step of a lane has room for another prompt. If no lane to try has room, all
                 requests wait.
             homes: The requests to admit, in order, and their lanes, in which they may wait for room in a step. None:
-                all in turn, in the lanes with the fewest sequences.
+                all in turn, in the lanes with the fewest sequences. A request whose lane is None runs in one of those.
         """
         if not self.due:
             return
         for group in self._in_turn() if homes is None else homes:
-            lanes = self._lanes_for(group, seats) if homes is None else [homes[group]]
+            home = None if homes is None else homes[group]
+            lanes = self._lanes_for(group, seats) if home is None else [home]
             able = [lane for lane in lanes if homes is not None or may_take(lane)]
             if not able:
                 return

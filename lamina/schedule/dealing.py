@@ -141,7 +141,7 @@ class Dealer:
             self.seats.add_sequences(group.lane, group.seats, group.request.client)
             self._ready.note_change(group.lane)
 
-    def _homes(self) -> dict[Group, int] | None:
+    def _homes(self) -> dict[Group, int | None] | None:
         """Return the requests to admit now, and their lanes; None if no policy chooses them."""
         if self._policy is None or not self._admissions.due or self._admissions.is_restricted:
             return None
@@ -150,12 +150,12 @@ class Dealer:
         loads = [self._load(self._lanes[lane]) for lane in self.seats.lanes(decode=False) if self.rows_left(lane) > 0]
         spreads = self._policy.deal([one.to_run for one in fit], loads, self._now) if fit and loads else ()
         dealt = dict(zip(fit, spreads, strict=False))  # the other fitting requests wait on
-        homes = dict[Group, int]()
+        homes = dict[Group, int | None]()
         for group in waiting:  # in this order, since a request that does not fit may hold up those behind it
             if (spread := dealt.get(group)) is not None:
                 homes[group], group.allocated = spread.home, spread.lanes
             elif group not in fit:
-                homes[group] = self.seats.emptiest_to_decode if group.searches else self.seats.emptiest
+                homes[group] = None  # a replica may have room for it beside a cached prefix
         return homes
 
     def _load(self, lane: Lane) -> LaneLoad:

@@ -16,6 +16,7 @@ from lamina.kv.placement import LEAST_SEGMENT, Placement
 from lamina.kv.stripes import placement
 from lamina.schedule.limits import Limits
 from lamina.schedule.pace import LEAST
+from lamina.schedule.policy import find_policy
 from lamina.schedule.turn import Turn
 from tests.support.schedules import ATTENTIONS, request
 
@@ -308,3 +309,24 @@ def test_the_end_of_an_epoch_keeps_what_has_completed_without_a_gap(completed: i
     made.begin_epoch()
     chunks = spans(list(made.plan(0.0)))
     assert min(start for _, start, _ in chunks) == 16 * completed
+
+
+def test_a_policy_admits_a_request_where_its_cached_prefix_leaves_room() -> None:
+    """No replica has room for all of its tokens, and both have as many sequences."""
+    members = tuple(Member(f"compute{number}", "compute", "cpu", "", 400) for number in range(2))
+    topology = Topology(FIRST, members, PIPELINE)
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=400)
+    placed = Placement(topology.capacities, topology=topology)
+    made = Turn(limits, placed, PIPELINE, attentions=1, kv_heads=2, policy=find_policy("loongserve"), prefix_cache=True)
+    running, plans = list[Group](), list[StepPlan]()
+    for salt in "ab":
+        running.append(made.scheduler.submit(request(salt, 300, max_tokens=50, cache_salt=salt)))
+        plans += made.plan(0.0)
+        for _ in range(4):
+            plans = run_round(made, plans)
+    assert sorted(group.lane for group in running) == [0, 1]
+    last = next(group for group in running if group.lane == 1).request
+    later = made.scheduler.submit(request("0", 310, max_tokens=4, cache_salt=last.params.cache_salt))
+    for _ in range(8):
+        plans = run_round(made, plans)
+    assert later.lane == 1 and later.hit == 300
