@@ -222,6 +222,11 @@ class StepExchange:
                 _merge_rows(out, lse, self._scratch_rows, *map(self._carrier.borrowed, before))
         return out, lse
 
+    @property
+    def attends_here(self) -> bool:
+        """Whether the step has a part in this worker's own memory."""
+        return self._share is not None
+
     def must_wait(self, index: int) -> bool:
         """Return whether ``attend_here`` must wait for earlier chunks of other lanes."""
         return self._share is not None and bool(self._share.missing(index))

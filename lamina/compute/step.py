@@ -63,7 +63,8 @@ class StepRun:
     Attributes:
         tokens: The step's token ids, known once this worker's first slice has run.
         is_launched: Whether all slices have been given to the device at once, which may still run them.
-        index: Index of this worker's next slice, -1 after its last one.
+        index: Index of this worker's next slice, -1 after its last one. While the step only attends after this stage's
+            last slice, the index of the next stage's first slice.
         moved_here: Whether another replica or stage ran the slice before the next one. For slice 0, that is the last
             slice of the lane's last step, unless lanes rotate.
     """
@@ -110,6 +111,9 @@ class StepRun:
         self._context: tuple[torch.Tensor, ...] = ()
         self._chunks: Partial | None = None
         self._pending: SliceOutput | None = None  # of the latest slice, until it has attended to local memory
+        # Whether only the attention after this stage's last slice is left. It runs as if it were one more slice, in all
+        # steps with prompt chunks, so that all ranks of the stage count alike, whether or not one has to wait.
+        self._leaves = False
 
     def _advance_to(self, place: int) -> None:
         """Let the next slice be number ``place`` of this worker's."""
@@ -137,7 +141,7 @@ class StepRun:
         """Return the peers whose messages the next slice waits for."""
         if self.index == 0:
             return [self._former] if self._follows else []
-        if self.index < 0:
+        if self.index < 0 or self._leaves:
             return []
         return [*self._exchange.peers, *([self._former] if self.moved_here else [])]
 
@@ -168,6 +172,9 @@ class StepRun:
         ``drawn``: tokens that the lane's last step drew, by sequence. Raises PeerLostError.
         """
         index = self.index
+        if self._leaves:
+            self._leave(index - 1)
+            return None
         if index == 0:
             self._begin(self._receive_draws() if self._follows else drawn)
             logits = self._run_whole()
@@ -239,7 +246,11 @@ class StepRun:
         exchange.send_requests(index, spec, output)
         timeline.record_span("send", lane, begun)
         self._context = output.context
-        if exchange.must_wait(index):
+        following = self._stages[index + 1]
+        self._leaves = following != self._replica.number and bool(self.plan.chunks) and exchange.attends_here
+        if self._leaves:
+            self.index, self.moved_here = index + 1, False
+        if self._leaves or exchange.must_wait(index):
             exchange.keep_here(index, output)
             # Other slices overwrite what a GPU's slice returns.
             self._pending = SliceOutput(tuple(each.clone() for each in output.results[:3]))
@@ -249,11 +260,16 @@ class StepRun:
             begun = timeline.now()
             self._chunks = exchange.attend_chunks(index, spec, output)
             timeline.record_span("chunk attention", lane, begun)
-        following = self._stages[index + 1]
-        if following != self._replica.number:
-            if self._pending is not None:
-                raise AssertionError(f"lane {lane} leaves a stage before its attention: prompts must stay in one lane")
+        if following != self._replica.number and not self._leaves:
             self._send_context(self._replica.names[following], self.plan.turn + index + 1)
+
+    def _leave(self, index: int) -> None:
+        """Attend to local memory after this stage's last slice, and let the next stage go on."""
+        assert self._pending is not None
+        self._attend_here(index, self._pending)
+        self._pending, self._leaves = None, False
+        self._advance_to(self._next)
+        self._send_context(self._replica.names[self._stages[index + 1]], self.plan.turn + index + 1)
 
     def _attend_here(self, index: int, output: SliceOutput) -> None:
         begun = self._timeline.now()

@@ -94,8 +94,9 @@ class ComputeWorker(WorkerLoop):
         peers = [name for name in (*connect.memories, *names) if links.has(name) and name not in own]
         channels = {name: links.channel(name) for name in peers}
         self._slots.register_channels(channels.values())
-        lends, may_wait = connect.pipeline.lends, memory is not None and connect.pipeline.spreads
-        among_ranks = RankWait(self._wait, control, links, self if may_wait else None)
+        lends, spreads = connect.pipeline.lends, memory is not None and connect.pipeline.spreads
+        may_wait = spreads or (memory is not None and connect.pipeline.stages > 1)  # for chunks in other lanes
+        among_ranks = RankWait(self._wait, control, links, self if spreads else None)
         self._unread = among_ranks.unread
         sums.connect(links, among_ranks, own)
         self._order = order = SliceOrder(links, among_ranks, own) if connect.pipeline.announces else None

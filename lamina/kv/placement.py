@@ -55,8 +55,9 @@ class Placement:
         local: compute workers that hold KV.
         others: returns the workers of ``local`` that do not run a lane. A lane may attend to their KV if ``lends``.
         lends: True if replicas with local memory attend for each other (``Pipeline.spreads``).
-        in_one_lane: True if compute workers hold KV, and do not attend to it for others or divide no request that one
-            of them can hold. Then the chunks of a prompt run in one lane, unless admission has divided it.
+        in_one_lane: True if compute workers hold KV, have no stages that could run several chunks of a prompt at once,
+            and do not attend to KV for others or divide no request that one of them can hold. Then the chunks of a
+            prompt run in one lane, unless admission has divided it.
         crowded: workers whose reserved and idle slots exceed their capacity, so that idle slots must be evicted.
         stalled: lanes that wait for slots (``lamina.schedule.growth``).
         token_s: by worker: measured seconds to read a token. Empty: requests go where most room is; else to the worker
@@ -108,7 +109,8 @@ class Placement:
         self.local, self.lends = topology.local, topology.pipeline.spreads
         self.others = functools.cache(topology.beyond) if topology.local else nowhere
         divides = self.longest is not None or self._partition == "token"
-        self.in_one_lane = bool(topology.local) and not (self.lends and divides)
+        shares = (self.lends and divides) or topology.pipeline.stages > 1
+        self.in_one_lane = bool(topology.local) and not shares
 
     def _take_over(self, capacities: Mapping[str, int]) -> None:
         for worker in self.capacities.keys() - capacities.keys():

@@ -324,7 +324,7 @@ class Dealer:
         the lane's steps longer. Without a pace, a lane in which sequences decode runs no chunk of another replica's
         prompt, which does not delay them otherwise. A lane that has chunks to lend wakes lanes without requests.
 
-        With local memory, a prompt's chunks run on the replicas that hold its KV, in one lane of each.
+        With local memory, a prompt's chunks run on the replicas that hold its KV, in one lane of each stage.
 
         Args:
             rows: The decoding rows of the lane's next step.
@@ -353,7 +353,8 @@ class Dealer:
         lenders: Iterable[Lane] = self._lenders.values()
         if self._policy is not None:
             lenders = self._worth(self._policy, lane, left)
-        elif rows.sequences and lane.pace is None:
+        keeps = bool(self._placement.local) and not self._placement.lends  # no other replica attends to a prompt's KV
+        if keeps or (self._policy is None and rows.sequences and lane.pace is None):
             replicas = self._pipeline.replicas_of(lane.number, rotates)
             lenders = [one for one in lenders if one.number % self._pipeline.replicas in replicas]
         others = self._placement.others(lane.number)

@@ -11,7 +11,7 @@ from lamina.core.pipeline import Pipeline
 from lamina.core.requests import Group
 from lamina.core.segments import by_worker
 from lamina.core.steps import StepPlan
-from lamina.core.topology import FIRST, Epoch, Member, Role, Topology
+from lamina.core.topology import FIRST, Epoch, Member, Topology
 from lamina.kv.placement import LEAST_SEGMENT, Placement
 from lamina.kv.stripes import placement
 from lamina.schedule.limits import Limits
@@ -25,9 +25,11 @@ PIPELINE = Pipeline(2, 2)
 
 
 def turn(local: bool = False, pipeline: Pipeline = PIPELINE, longest: int | None = None) -> Turn:
-    roles: list[Role] = ["compute"] * pipeline.replicas if local else ["memory"]
-    members = tuple(Member(f"{role}{number}", role, "cpu", "", 400) for number, role in enumerate(roles))
-    topology = Topology(FIRST, members, pipeline)
+    members = [Member("memory0", "memory", "cpu", "", 400)]
+    if local:
+        slots = [0 if number % pipeline.stages else 400 for number in range(pipeline.replicas * pipeline.stages)]
+        members = [Member(f"compute{number}", "compute", "cpu", "", each) for number, each in enumerate(slots)]
+    topology = Topology(FIRST, tuple(members), pipeline)
     placement = Placement(topology.capacities, longest, topology=topology)
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=ROWS, max_model_len=1200)
     return Turn(limits, placement, pipeline, attentions=ATTENTIONS, kv_heads=2)
@@ -182,9 +184,11 @@ def test_steps_of_a_lane_that_may_borrow_next_are_not_taken_for_the_last_one_aga
         (Pipeline(2, 2, lends=True), 40, {0, 1}),
         (Pipeline(2, 2, lends=True), None, {0}),
         (Pipeline(4, 2, lends=True), 40, {0, 1}),
+        (Pipeline(4, 2, stages=2), None, {0, 2}),
+        (Pipeline(6, 1, stages=3), None, {0, 1, 2}),
     ],
 )
-def test_with_local_memory_one_lane_of_each_replica_that_holds_kv_of_a_prompt_runs_its_chunks(
+def test_with_local_memory_one_lane_of_each_stage_of_replicas_that_hold_kv_of_a_prompt_runs_its_chunks(
     pipeline: Pipeline, longest: int | None, lanes: set[int]
 ) -> None:
     made = turn(local=True, pipeline=pipeline, longest=longest)

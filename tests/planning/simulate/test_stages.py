@@ -15,8 +15,9 @@ A100 = hardware.load()["a100"]
 LLAMA = model_shapes.find("Llama-2-7B")
 
 
-def seconds(stages: int, prompt: int, output: int = 1, **settings: Any) -> float:
-    """One request on one copy of the weights in ``stages`` stages, beside memory that is hardly ever busy."""
+def seconds(stages: int, prompt: int, output: int = 1, local: bool = False, **settings: Any) -> float:
+    """One request on one copy of the weights in ``stages`` stages, beside memory that is hardly ever busy, or with
+    ``local`` memory."""
     times = 32
     memory = replace(
         A100,
@@ -32,20 +33,23 @@ def seconds(stages: int, prompt: int, output: int = 1, **settings: Any) -> float
         compute=A100,
         compute_workers=stages,
         pipeline_parallel=stages,
-        memory=memory,
-        memory_workers=1,
+        local=local,
+        memory=None if local else memory,
+        memory_workers=0 if local else 1,
         max_num_batched_tokens=512,
         **settings,
     )
     return simulate(deployment, Arrivals(np.zeros(1), np.array([prompt]), np.array([output]))).seconds
 
 
-def test_stages_run_chunks_of_one_prompt_at_the_same_time() -> None:
+@pytest.mark.parametrize("local", [False, True])
+def test_stages_run_chunks_of_one_prompt_at_the_same_time(local: bool) -> None:
     """Four stages are nearly four times as fast, as the oldest chunk goes first. A single chunk gains nothing."""
-    one, four = (seconds(stages, 32_768, lanes=2 * stages, pipelining="fixed") for stages in (1, 4))
+    one, four = (seconds(stages, 32_768, 1, local, lanes=2 * stages, pipelining="fixed") for stages in (1, 4))
     assert 0.8 < one / four / 4 < 1
     for prompt, output in ((500, 1), (500, 20)):
-        assert 1 <= seconds(4, prompt, output) / seconds(1, prompt, output) < 1.05  # the context travels
+        ratio = seconds(4, prompt, output, local) / seconds(1, prompt, output, local)
+        assert 1 <= ratio < 1.05  # the context travels
 
 
 def test_stages_keep_kv_of_their_own_layers_and_serve_as_many_requests_as_one_worker_if_a_batch_is_on_each() -> None:
