@@ -104,6 +104,14 @@ def test_one_lucky_look_changes_nothing() -> None:
         assert chooser.choose(4, float(step)) == Arrangement(2)
 
 
+def test_arrangements_are_evaluated_once_every_lane_has_run_its_steps() -> None:
+    chooser = LaneChooser(choices(1))
+    for step in range(1, STEPS_BETWEEN_LOOKS * 2 + 1):
+        chooser.note_step(2, 2, 1.0, 0.01)
+        assert chooser.due is (step == STEPS_BETWEEN_LOOKS * 2)
+    assert chooser.choose(4, 0.0) == Arrangement(2) and not chooser.due
+
+
 def test_nothing_running_changes_nothing() -> None:
     assert LaneChooser(choices(1)).choose(0, 0.0) == Arrangement(2)
 
