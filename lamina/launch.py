@@ -226,7 +226,7 @@ def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
     """Return the configured memory pool, or the default for the other settings. Raises ConfigError."""
     if config.ray is not None:
         known = _known_to_ray(config)
-        compute, memory = pool.parse_computes(config, known), pool.parse(config.memory or pool.CPU, known)
+        compute, memory = pool.parse_computes(config, known), pool.parse(config.memory or pool.CPU, [*known, LOCAL])
     else:
         compute = pool.parse_computes(config)
         bounds = {} if config.autoscale is None else pool.parse_bounds(config.autoscale)

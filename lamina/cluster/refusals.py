@@ -247,7 +247,7 @@ KEEP_ROLE = (
 def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> Iterator[Refusal]:
     given, stages = f"memory {','.join(memories)}", config.pipeline_parallel
     several_replicas = len(computes) > config.tensor_parallel * stages
-    if REMOTE in computes:
+    if REMOTE in computes or config.ray is not None:
         yield Refusal(
             f"{given} with compute workers of other machines",
             "free memory is measured before workers of other machines join",

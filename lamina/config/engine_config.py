@@ -169,8 +169,9 @@ class EngineConfig:
     prefill: Annotated[
         str | None,
         _pools(
-            "Compute workers that only prefill, such as h100:2. The workers of compute then only decode. KV does not "
-            "move between prefill and decode. Default: compute workers do both."
+            "Compute workers that only prefill, such as h100:2. The workers of compute then only decode. Memory "
+            "workers have the KV of both; with local memory, workers that decode fetch it while the prompt runs. "
+            "Default: compute workers do both."
         ),
     ] = None
     slo_ttft_ms: Annotated[

@@ -93,6 +93,7 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
         ({"partition": "request", "kv_tokens_per_worker": 9}, ["cpu"], ["cpu"], "the second keeps it on one"),
         ({"partition": "head", "balance": "ledger"}, ["cpu"], ["cpu"], "keeps together"),
         ({}, ["cpu", "remote"], ["local"], "compute workers of other machines.*use --memory cpu:2"),
+        ({"ray": "auto"}, ["cpu"], ["local"], "compute workers of other machines.*use --memory cpu:1"),
         ({"pipeline_parallel": 2, "prefill": "cpu:2"}, ["cpu"] * 4, ["local"], "a request decodes where its prompt ru"),
         (
             {**BALANCED, "autoscale": "prefill=2:2", "pipeline_parallel": 2},
