@@ -175,6 +175,15 @@ def test_times_are_learned_from_steps() -> None:
     assert found.output == 30 and found.token_s > 0
 
 
+@pytest.mark.parametrize("unit_s", [0.1, 10.0])
+def test_a_step_is_memory_bound_up_to_twice_the_time_of_one_row_in_any_unit(unit_s: float) -> None:
+    """Steps take 1 + rows / 64: 64 rows take less than twice as long as one row, and 128 rows take longer."""
+    steps = FourSteps(1024, attentions=4)
+    for rows in (2**power for power in range(11)):
+        steps.note_step(step([], rows), rows, unit_s * (1 + rows / 64), 0.0)
+    assert steps.memory_bound_rows == 64
+
+
 def test_no_lane_joins_a_prompt_that_it_does_not_speed_up() -> None:
     steps = Known(rates())
     assert steps.worth(LaneLoad(1), frozenset({0, 1}), left=40, degree=1) == 2
