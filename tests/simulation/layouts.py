@@ -172,8 +172,11 @@ def _staged(made: Layout, chance: random.Random) -> Layout:
         prompt_attention=made.config.prompt_attention if memories else "memory",
         lanes=replicas * stages * chance.choice([1, 2]) + chance.choice([0, 1]),
     )
+    jitter = {plane: min(each, 20.0) for plane, each in made.jitter.items()}  # a step passes many messages in turn
     computes = replicas * ranks * stages
-    return dataclasses.replace(made, computes=computes, memories=memories, local=True, config=config, one_way=False)
+    return dataclasses.replace(
+        made, computes=computes, memories=memories, local=True, config=config, jitter=jitter, one_way=False
+    )
 
 
 def _dividing(made: Layout, chance: random.Random) -> Layout:
