@@ -1,6 +1,6 @@
 """The papers' serving figures, simulated with the runtime's own decisions, and what their texts leave out.
 
-    python -m bench.cost.figures [--paper Mnemosyne]     # paper, simulated, deviation; half a minute
+    python -m bench.cost.figures [--paper Mnemosyne]     # paper, simulated, deviation; minutes
 
 Published numbers are in ``published.toml``, under ``figures``. A *server* is eight devices as one worker: their
 bandwidth, FLOP/s and network together, as if heads were divided among them.
