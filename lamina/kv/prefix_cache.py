@@ -39,14 +39,30 @@ class PrefixCache:
         evicted: by worker, tokens that were evicted before a disk had them.
     """
 
-    def __init__(self, placement: Placement, sequences: Iterator[int], enabled: bool = True, window: int = 0) -> None:
-        """``sequences`` yields numbers for new sequences. ``window`` is the largest sliding window of layers that drop
-        the tokens before it; 0 if no layer does. Unless ``enabled``, nothing is cached."""
+    def __init__(
+        self,
+        placement: Placement,
+        sequences: Iterator[int],
+        enabled: bool = True,
+        window: int = 0,
+        pays: Callable[[Group, int], bool] = lambda group, tokens: True,
+    ) -> None:
+        """Begin without prefixes.
+
+        Args:
+            placement: Where KV is placed.
+            sequences: Yields numbers for new sequences.
+            enabled: Whether prefixes are cached.
+            window: The largest sliding window of layers that drop the tokens before it; 0 if no layer does.
+            pays: Whether a request should use a cached prefix of so many tokens. The answer must not change while the
+                request is admitted.
+        """
         self.queried = self.hit = 0
         self._placement = placement
         self._sequences = sequences
         self._enabled = enabled
         self._window = window
+        self._pays = pays
         self._trees = {worker: self._new_tree(worker) for worker in placement.capacities} if enabled else {}
         self._shared: dict[Group, tuple[PrefixTree, Node]] = {}  # by request: the last node that it shares
         self._grown: dict[PrefixTree, None] = {}  # trees with new checkpoints
@@ -121,7 +137,7 @@ class PrefixCache:
             if worker not in self._placement.capacities or worker in self._placement.closed:
                 continue
             node, length, _ = match(tree, group, worker, self._placement)
-            if node is not None and length >= SHORTEST:
+            if node is not None and self._is_used(group, length):
                 held = next((one.stop for one in node.path() if one.holders), 0)
                 found[worker] = CachedPrefix(length, min(held, length))
         return found
@@ -129,6 +145,9 @@ class PrefixCache:
     def _may_share(self, group: Group) -> bool:
         first = group.completions[0]
         return bool(self._trees) and first.goal > SHORTEST and not self._placement.splits(group.to_run)
+
+    def _is_used(self, group: Group, length: int) -> bool:
+        return length >= SHORTEST and self._pays(group, length)
 
     def share(self, group: Group) -> None:
         """Let a request, which has been placed on ``group.home``, share the prefix that ``find`` finds there.
@@ -140,7 +159,7 @@ class PrefixCache:
         tree, length, matched = self._trees[group.home], 0, 0
         if self._may_share(group):
             _, length, matched = match(tree, group, group.home, self._placement)
-            length = length if length >= SHORTEST else 0
+            length = length if self._is_used(group, length) else 0
         group.share(length)
         if self._window and matched >= length + SHORTEST:
             self._branches[group] = matched

@@ -42,6 +42,7 @@ from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Moves
 from lamina.schedule.pace import LEARN, Pace
 from lamina.schedule.policy import FIFO, Policy, rank_of
+from lamina.schedule.prefix_times import PrefixTimes
 from lamina.schedule.recall import Recall
 from lamina.schedule.scratch import Rooms
 from lamina.schedule.suspects import Hold, Holding
@@ -108,7 +109,8 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._sequences = itertools.count()
         self._steps = itertools.count(1)
-        self.prefixes = PrefixCache(placement, self._sequences, prefix_cache, window)
+        self._prefix_times = PrefixTimes()
+        self.prefixes = PrefixCache(placement, self._sequences, prefix_cache, window, self._uses_prefix)
         self._recall = Recall(placement, self.prefixes, window > 0)
         self._residents = Residents(placement, self.prefixes, self._lanes)
         self._admissions = Admissions(limits, placement, self._residents, self.prefixes, policy)
@@ -561,10 +563,16 @@ class Scheduler:
         begun = sum(one.left for group in self._all_running for one in group.completions if not one.finished)
         return self._token_s * (waiting + begun)
 
-    def note_prompts(self, tokens: int, seconds: float) -> None:
-        """Record that a step with ``tokens`` prompt tokens took ``seconds``."""
-        latest_s = seconds / tokens
+    def note_prompts(self, plan: StepPlan, busy_s: float, waited_s: float) -> None:
+        """Record a completed step with prompt tokens: ``busy_s`` in slices, ``waited_s`` for attention."""
+        self._prefix_times.note_step(plan, busy_s, waited_s)
+        latest_s = (busy_s + waited_s) / sum(len(chunk.tokens) for chunk in plan.chunks)
         self._token_s += (LEARN if self._token_s else 1.0) * (latest_s - self._token_s)
+
+    def _uses_prefix(self, group: Group, hit: int) -> bool:
+        """Return whether a request uses a cached prefix of ``hit`` tokens: always if its prompt would not fit scratch
+        memory, since its chunks then ask memory workers in any case."""
+        return group.completions[0].goal > self.scratch.most or self._prefix_times.pays(group, hit)
 
     def on_move_done(self, number: int) -> None:
         """Record that all tokens of move ``number`` have arrived. Does nothing if its sequence has ended."""

@@ -84,6 +84,11 @@ class Rooms:
             room.kept |= {group: NOWHERE for group in room.kept if room_of(group) is not room}
 
     @property
+    def most(self) -> int:
+        """Tokens of the largest scratch memory."""
+        return max((room.tokens for _, room in self._rooms), default=0)
+
+    @property
     def used(self) -> int:
         """Tokens reserved for prompts on all replicas."""
         return sum(room.used for _, room in self._rooms)

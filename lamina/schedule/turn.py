@@ -246,7 +246,7 @@ class Turn:
         if self._pace is not None and done.rows:
             self._pace.on_step_done(plan, done.busy_s, done.waited_s)
         if plan.chunks and done.rows:
-            self.scheduler.note_prompts(sum(len(one.tokens) for one in plan.chunks), done.busy_s + done.waited_s)
+            self.scheduler.note_prompts(plan, done.busy_s, done.waited_s)
         if self.scheduler.lane_policy is not None and done.rows:
             self.scheduler.lane_policy.note_step(plan, done.rows, done.busy_s, done.waited_s)
         if self._suspects.searching:

@@ -226,9 +226,14 @@ class Prompts:
         else:
             asking, lent = _asking_seconds(model, holder, way, computed, cached)
             attention = layers * np.maximum(model.chunk_attention_seconds(computed, 0, degree), asking)
-        alone = dense_s(computed) + attention
-        together = max(1, math.floor(way.chunk / computed.mean()))
-        packed = float(dense_s(np.array([together * computed.mean()]))[0]) / together + float(attention.mean())
+        asked = dense_s(computed) + attention
+        again = dense_s(self._lengths) + layers * model.chunk_attention_seconds(self._lengths, 0, degree)
+        asks = asked <= again  # else the runtime computes the prefix again
+        alone, rows = np.where(asks, asked, again), np.where(asks, computed, self._lengths)
+        lent = np.where(asks, lent, 0.0)
+        together = max(1, math.floor(way.chunk / rows.mean()))
+        packed = float(dense_s(np.array([together * rows.mean()]))[0]) / together
+        packed += float((alone - dense_s(rows)).mean())
         mean = packed if together > 1 else float(alone.mean())
         first_s = partial(self._first_s, alone, mean, way.replicas)
         return PrefillPool(
