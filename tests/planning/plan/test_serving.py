@@ -102,7 +102,7 @@ def test_a_pool_that_only_decodes_keeps_all_of_each_sequence() -> None:
 
 def test_prefixes_on_a_replica_that_decodes_cost_what_the_simulator_says() -> None:
     """Half of each prompt is cached where tensor-parallel ranks decode, which attend to it for those that prefill."""
-    served, slo = workload.of_lengths(2000, 100, Sessions(shared=1000)), Slo(tbt_s=0.1, ttft_s=2.0)
+    served, slo = workload.of_lengths(2000, 30, Sessions(shared=1000)), Slo(tbt_s=0.1, ttft_s=2.0)
     way = Way(
         kind=Kind.PREFILL,
         scratch=True,
