@@ -214,8 +214,10 @@ class Recipients:
             before = known.segments
             ended = [one for one in before if one.tokens[1] is None or one.tokens[1] > first]
             ran = [worker for worker in known.homes if worker in known.computes]  # must not run it as it was
-            add(dict.fromkeys([*self._homes([*ended, segment]), *ran]), "grown", segment)
+            told = dict.fromkeys([*self._homes([*ended, segment]), *ran])
+            add(told, "grown", segment)
             self._place(segment.sequence, grown(before, segment), replicas, add)
+            known.computes -= told.keys() - replicas  # they run it no more, also if no segment is new
         if plan.grown or plan.switches:
             self._decoding.clear()  # of other lanes too: their replicas may have forgotten a sequence that comes back
         for spill in plan.spills:

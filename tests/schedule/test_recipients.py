@@ -312,6 +312,26 @@ def test_a_replica_learns_again_of_a_sequence_that_grew_elsewhere_and_comes_back
     assert sequences.segments == {0: grown(admission.segments, later)}
 
 
+def test_a_replica_learns_again_of_a_sequence_whose_last_segment_was_extended_while_another_ran_it() -> None:
+    """Its segments are as before, and both replicas hold KV of it."""
+    recipients = Recipients(["compute0", "compute1"], Pipeline(2, 2, lends=True))
+    heads = (0, 2)
+    segments = [Segment(0, "compute0", heads, (0, 1)), Segment(0, "compute1", heads, (1, None))]
+    admission = Admission(0, 1, 2, segments, SamplingParams(), 0, indices=[0])
+    again = Segment(0, "compute1", heads, (3, None))
+    sequences = Sequences(Mock(), [], lambda tokens: tokens)
+    for plan in (
+        StepPlan(1, 0, 0, [], [], [admission], [SequenceStep(0, 0, [5, 6], [0])], DecodeRows([], [], [])),
+        StepPlan(2, 0, 3, [], [], [], [], DecodeRows([0], [2], [7])),
+        StepPlan(3, 1, 0, [], [], [], [], DecodeRows([0], [3], [8]), grown=[again]),
+        StepPlan(4, 0, 6, [], [], [], [], DecodeRows([0], [4], [9])),
+    ):
+        parts = {name: part for names, part in recipients.select(plan, 0.0) for name in names}
+        if (part := parts.get("compute0")) is not None:
+            (sequences.apply_part if plan.lane else sequences.apply_plan)(part)
+    assert sequences.segments == {0: segments}
+
+
 def test_a_replica_forgets_a_sequence_that_grows_elsewhere_before_kv_of_it_may_move_there() -> None:
     """In one plan, the release would come after the switch, and free the KV that has moved."""
     recipients = Recipients(["compute0", "compute1"], Pipeline(2, 2, prefill=1, lends=True))
