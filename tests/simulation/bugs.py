@@ -118,7 +118,7 @@ BUGS = [
         "lamina/schedule/recipients.py",
         """\
             if known.admission is not None and sequence not in lengths:
-                known.place([])
+                known.place([], [])
             elif known.admission is None and sequence in lengths and not topology.names.issuperset(known.homes):
 """,
         """\
