@@ -399,11 +399,13 @@ def require_room(
     """Raise ConfigError if a compute worker's device on this machine is too small for its part of the weights alone.
 
     Args:
-        config: The settings.
+        config: The settings. With ``ray``, nothing is checked: Ray may start all workers on other machines.
         model: The model; without weights, nothing is checked.
         computes: The compute workers.
         devices: Devices of this machine.
     """
+    if config.ray is not None:
+        return
     workers = config.tensor_parallel * config.pipeline_parallel
     nbytes = least_weight_nbytes(config, model)
     of = f" / {workers}" if workers > 1 else ""
@@ -426,10 +428,11 @@ def require_room(
 
 
 def least_weight_nbytes(config: EngineConfig, model: ModelDirectory) -> int:
-    """Return a lower bound of the bytes of a replica's weights."""
+    """Return a lower bound of the bytes of a replica's weights, which are those of the language model."""
+    tensors = model.language_tensors
     if model.packed:
-        return sum(entry.nbytes for entry in model.tensors.values())
+        return sum(entry.nbytes for entry in tensors)
     bits = {"none": 16, "int8": 8, "fp8": 8, "int4": 4}[config.quantization]
     if config.quantization == "none" and config.dtype == DType.FLOAT32:
         bits = 32
-    return sum(math.prod(entry.shape) for entry in model.tensors.values()) * bits // 8
+    return sum(math.prod(entry.shape) for entry in tensors) * bits // 8

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,8 @@ GENERATION_CONFIG = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+LANGUAGE_MODEL = re.compile(r"^(model\.)?(?:language_model|text_model)\.")
+"""How names of the language model's tensors begin in checkpoints of multimodal models."""
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx")
 
 
@@ -59,6 +62,12 @@ class ModelDirectory:
         """The part of the config that describes the language model: multi-modal configs nest it."""
         nested = self.config.get("text_config")
         return nested if isinstance(nested, dict) else self.config
+
+    @property
+    def language_tensors(self) -> list[TensorEntry]:
+        """The tensors of the language model; of a multimodal checkpoint, those whose names say so."""
+        is_whole = self.text_config is self.config
+        return [entry for name, entry in self.tensors.items() if is_whole or LANGUAGE_MODEL.match(name)]
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

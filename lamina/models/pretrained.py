@@ -1,6 +1,5 @@
 """Asks transformers for a model's configuration, and for the names, types, ties and conversions of its weights."""
 
-import re
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from functools import partial
@@ -15,13 +14,11 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from lamina.core.errors import ModelError, UnsupportedModelError
 from lamina.core.types import DType, LoadFormat
 from lamina.models import tensors
-from lamina.models.directory import CONFIG, ModelDirectory, stated_tie
+from lamina.models.directory import CONFIG, LANGUAGE_MODEL, ModelDirectory, stated_tie
 from lamina.models.quantisation.codes import plain
 from lamina.models.tensors import Progress, Read, Recipe, WeightPlan
 from lamina.splitter.adapters import keep_in_float32
 
-_LANGUAGE_MODEL = re.compile(r"^(model\.)?(?:language_model|text_model)\.")
-"""How names of the language model's tensors begin in checkpoints of multimodal models."""
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
@@ -153,7 +150,7 @@ def recipes(model: PreTrainedModel, checkpoint: Iterable[str]) -> dict[str, Reci
     for name in sorted(checkpoint, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
         if target not in expected and name not in expected:
-            inner = _LANGUAGE_MODEL.sub(r"\1", name)
+            inner = LANGUAGE_MODEL.sub(r"\1", name)
             target, pattern = rename_source_key(inner, renamings, converters, prefix, expected)
         if target not in expected and name in expected:  # a new name that an old rule also matches
             target, pattern = name, None

@@ -73,6 +73,8 @@ def test_a_lower_bound_of_weights_is_below_those_of_the_bundled_checkpoint() -> 
         ({"quantization": "int8"}, ["cpu"], Devices(2, 3_000_000), None),
         ({"tensor_parallel": 2}, ["cuda", "cuda"], Devices(2, 1, ("H20",) * 2, gpu_bytes=(3_000_000,) * 2), None),
         ({"pipeline_parallel": 2}, ["cpu", "remote"], Devices(2, 3_000_000), None),
+        ({"ray": "auto"}, ["cuda"], Devices(2, 1), None),  # of a machine that the engine is not on
+        ({"ray": "auto"}, ["cpu"], Devices(2, 1), None),
     ],
 )
 def test_devices_that_cannot_hold_the_weights_are_refused_before_workers_start(

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from lamina import Lamina, SamplingParams
+from lamina.cluster.sizing import least_weight_nbytes
+from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import UnsupportedModelError
 from lamina.core.types import DType
 from lamina.models.directory import find, stated_tie
@@ -77,6 +79,15 @@ def test_a_plan_counts_the_language_model_alone(family: str, tmp_path: Path) -> 
     text.save_pretrained(alone)
     shape, expected = (model_shapes.find(str(place)) for place in (whole, alone))
     assert shape == dataclasses.replace(expected, name="whole") and shape.unread == ""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_lower_bound_of_weights_leaves_out_what_is_not_loaded(family: str, tmp_path: Path) -> None:
+    model = save(config_of(family, tie_word_embeddings=family == "gemma3"), tmp_path)
+    language = model.model.language_model.parameters() if hasattr(model, "model") else model.language_model.parameters()
+    head = 0 if family == "gemma3" else model.get_output_embeddings().weight.numel()
+    least = least_weight_nbytes(EngineConfig(), find(tmp_path, tokenizer=False))
+    assert 0 < least <= 2 * (sum(one.numel() for one in language) + head)
 
 
 @pytest.mark.parametrize("tied", [False, True])
