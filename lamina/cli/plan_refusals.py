@@ -35,7 +35,8 @@ def unfound(server: "Server", candidates: "Sequence[Way]") -> ConfigError:
             f"costs ${cheapest:.2f}/h. Raise --budget, or give other hardware"
         )
     affordable = [candidates[place] for place, hourly in usd.items() if slo.affords(hourly)]
-    return _missed(slo, [one for way in affordable for one in server.reach(way)])
+    reached = [one for way in affordable for one in server.reach(way)]
+    return _missed(slo, reached) if reached else _crowded(server)
 
 
 def unkept(slo: "Slo", course: "Course", chosen: "Sequence[Capacity]") -> ConfigError:
@@ -50,6 +51,15 @@ def unkept(slo: "Slo", course: "Course", chosen: "Sequence[Capacity]") -> Config
             "give other hardware"
         )
     return _missed(slo, reached)
+
+
+def _crowded(server: "Server") -> ConfigError:
+    from lamina.kv.placement import WATERMARK
+
+    return ConfigError(
+        f"no way to serve has room for a batch: a request has {server.workload.live:.0f} tokens of KV on average, and "
+        f"admission leaves {WATERMARK:.0%} of a worker's KV free for sequences to grow. {_remedy(server)}"
+    )
 
 
 def _missed(slo: "Slo", reached: "Sequence[Reach]") -> ConfigError:

@@ -408,6 +408,7 @@ def test_simulate_repeats_what_plan_printed(planned: tuple[Path, dict[str, Any]]
         ("--slo-ttft 20ms", "keeps p99 TTFT 20 ms and p99 TBT 100 ms at any load"),
         ("--budget 1", r"costs \$1.00/h or less; the cheapest .* costs \$4.63/h. Raise --budget"),
         ("--prompt 900000 --output 10", "no way to serve fits: .*the longest request has 900010 tokens"),
+        ("--prompt 110000 --output 10", "room for a batch: a request has 110005 tokens of KV .* leaves 5% of"),
         ("--prompt 0", "prompts of 0 tokens"),
         ("--context 100 --prompt 5", "--context plans for decoding alone"),
         ("--trace x.csv --prompt 5", "give only one of them"),
