@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tools.called_functions import ROOT, lines_of
-from tools.mutants import mutants, recorded
+from tools.mutants import PYTEST, mutants, nearest_first, recorded
 
 SOURCE = '''\
 LIMIT = 3  # no function
@@ -72,3 +72,13 @@ def test_tests_are_chosen_by_the_functions_that_they_called(tmp_path: Path) -> N
     assert short.calls(path, first) and short.calls(path, first + len(lines) - 1)
     assert not short.calls(path, first - 1) and not short.calls(path, first + len(lines))
     assert not short.calls(Path("tools/other.py"), first)
+
+
+def test_all_tests_run_although_pytest_deselects_by_the_beginnings_of_names(tmp_path: Path) -> None:
+    file, every = tmp_path / "record", [*PYTEST, "tests"]
+    called = {"t.py::one": "a.py", "t.py::two": "a.py", "t.py::one_more": "b.py"}
+    file.write_text("".join(json.dumps([name, 1.0, [(path, 1, 9)]]) + "\n" for name, path in called.items()))
+    first, others = nearest_first(recorded(file), Path("a.py"), 5, every)
+    assert first[len(PYTEST) :] == ["t.py::one", "t.py::two"]
+    assert others == [*every, "--deselect=t.py::two"]
+    assert nearest_first(recorded(file), Path("a.py"), 10, every) == [every]

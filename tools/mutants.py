@@ -130,6 +130,19 @@ def recorded(file: Path) -> list[Test]:
     return sorted(found, key=lambda test: test.seconds)
 
 
+def nearest_first(tests: Sequence[Test], path: Path, line: int, every: Sequence[str]) -> list[list[str]]:
+    """Return the command that runs the tests of the function that has a line, and the one that runs all others.
+
+    pytest deselects by the beginnings of names. So a test whose name is the beginning of another one's runs twice.
+    """
+    near = [test.name for test in tests if test.calls(path, line)]
+    if not near:
+        return [[*every]]
+    others = {test.name for test in tests}.difference(near)
+    whole = [name for name in near if not any(other.startswith(name) for other in others)]
+    return [[*PYTEST, *near], [*every, *(f"--deselect={name}" for name in whole)]]
+
+
 def simulation(seeds: int) -> list[str]:
     """Return the command that runs so many seeds of the simulated cluster."""
     return ["tests.simulation", "--seed", "1", "--runs", str(seeds), "--steps", "200", "--no-shrink"]
@@ -218,9 +231,7 @@ def main() -> int:
         for number, mutant in enumerate(chosen):
             source, begun = sources[mutant.path], time.perf_counter()
             line = source.count("\n", 0, mutant.start) + 1
-            near = [test.name for test in tests if test.calls(mutant.path, line)]
-            others = [*every, *(f"--deselect={name}" for name in near)]
-            commands = [whole] if options.simulate else [[*PYTEST, *near], others] if near else [every]
+            commands = [whole] if options.simulate else nearest_first(tests, mutant.path, line, every)
             killer = run_mutant(mutant, copy, commands)
             survived += killer is None
             print(
