@@ -18,7 +18,7 @@ REMEDY = "Or plan for other hardware, for more devices, or for other lengths of 
 
 
 def unfound(server: "Server", candidates: "Sequence[Way]") -> ConfigError:
-    """Return the error for ways of which the closed form finds none."""
+    """Return the error of a plan in whose candidates the closed form finds no way that serves."""
     reasons = [server.unfit(way) for way in candidates]
     if reasons and all(reasons):
         return ConfigError(f"no way to serve fits: {'; '.join(_nearest(filter(None, reasons)))}. {_remedy(server)}")
@@ -40,15 +40,15 @@ def unfound(server: "Server", candidates: "Sequence[Way]") -> ConfigError:
 
 
 def unkept(slo: "Slo", course: "Course", chosen: "Sequence[Capacity]") -> ConfigError:
-    """Return the error for ways that the closed form finds, of which none keeps the targets in the simulator."""
+    """Return the error of a plan whose chosen ways keep the targets by the closed form, but not in the simulator."""
     from lamina.planning.simulate.trial import WORSE
 
     reached = [course.reach(one) for one in chosen]
     if kept := next((one for one in reached if one.keeps(slo)), None):
         return ConfigError(
             f"{_targets(slo)} in the simulator at a useful load: {kept.way.describe()} keeps both at low load alone, "
-            f"where a request costs over {WORSE:g} times what the closed form says. Raise --slo-ttft or --slo-tbt, or "
-            "give other hardware"
+            f"where a request costs over {WORSE:g} times what the closed form says for the cheapest way. Raise "
+            "--slo-ttft or --slo-tbt, or give other hardware"
         )
     return _missed(slo, reached)
 

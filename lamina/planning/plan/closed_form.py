@@ -258,7 +258,10 @@ class Prompts:
 
 
 def _highest_load(first_s: Callable[[float], float], ttft_s: float) -> float:
-    """Return the share of the time for which replicas may be busy; ``first_s``: see ``PrefillPool``."""
+    """Return the largest share of the time for which replicas may be busy within ``ttft_s``.
+
+    ``first_s``: As ``PrefillPool.first_s``.
+    """
     low, high = 0, LOADS
     while low < high:
         middle = (low + high + 1) // 2
@@ -276,9 +279,9 @@ class PrefillPool:
     Attributes:
         first_s: Returns the time to first token at PERCENTILE, from the share of the time for which they are busy.
         prompts_s: Prompts per second that they compute at most.
-        within_s: The same within the SLO on the time to a first token.
+        within_s: Prompts per second that they compute within the SLO on the time to a first token.
         lent_s: Seconds of attention to a prompt's cached prefix on the replica that decodes, on average.
-        longest_lent_s: The same for one step with prompts, at PERCENTILE.
+        longest_lent_s: Seconds of such attention for one step with prompts, at PERCENTILE.
         lent_share: Share of the time of a prompt for which that replica attends to its prefix, at PERCENTILE.
     """
 

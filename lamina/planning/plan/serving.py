@@ -223,8 +223,8 @@ class Server:
         rows, steps, shared = self._decoding(way)
         if not len(rows):
             return None
-        # Prefixes are cached, and shared, where sequences decode: a smaller batch leaves more room for them. So many
-        # sequences decode as are needed for the prompts.
+        # Prefixes are cached, and shared, where sequences decode: a smaller batch leaves more room for them. The batch
+        # need not be larger than what the prompts that are computed lead to.
         places = np.unique(np.linspace(0, len(rows) - 1, BATCHES).astype(int)).tolist()
         best: _Apart | None = None
         for place in places:
@@ -345,9 +345,14 @@ class Server:
         other: CostModel | None = None,
         beyond: Floats | float = 0.0,
     ) -> Floats:
-        """Return seconds of a decode step of ``rows`` sequences on a copy of the weights.
+        """Return seconds of a decode step on a copy of the weights.
 
-        ``beyond``: Sequences of these to which a copy on devices of ``other`` attends.
+        Args:
+            model: Cost model of a device of the copy.
+            degree: Devices of the copy.
+            rows: Sequences that decode.
+            other: Cost model of a device of the copy that attends to KV for which this one has no room.
+            beyond: Sequences whose KV is there.
         """
         here = rows - beyond
         attention = model.attention_seconds(here * self.workload.live, here, 1 / degree)
@@ -373,7 +378,8 @@ def _prompts_share(rows: Floats, share: Floats, plain: Floats, added: Floats) ->
     """Return the share of the time of steps that prompts take.
 
     Args:
-        rows: Mean sequences that decode; below 1, the share of the steps that have one. Others are for a prompt alone.
+        rows: Mean number of sequences that decode. Below 1, this is the share of the steps in which a sequence decodes;
+            the other steps run a chunk alone.
         share: Share of the steps that have a chunk.
         plain: Seconds of a step without a chunk.
         added: Seconds that a chunk adds.
