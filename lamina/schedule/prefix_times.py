@@ -2,8 +2,8 @@
 
 A prompt that keeps what it computes in scratch memory (``lamina.schedule.scratch``) asks other workers for attention to
 its cached prefix alone: in every layer of every chunk, they receive q of all rows, and the replica waits for their
-answer. Before a long prompt, a short prefix takes longer so than to compute it again. Both times are predicted from the
-steps that have run.
+answer. Before a long prompt, asking for attention to a short prefix takes longer than computing the prefix again. Both
+times are predicted from the steps that have run.
 """
 
 from lamina.core.requests import Group
