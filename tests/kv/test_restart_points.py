@@ -75,6 +75,17 @@ def test_requests_go_on_from_ends_of_prompts_and_answers_and_where_another_has_l
     assert serve(under_test, "a fourth", [*system, *range(300, 310), 60]) == 40, "what it leaves is too short"
 
 
+def test_a_request_goes_on_from_a_sequence_that_ends_with_the_prefix() -> None:
+    """Longer sequences have dropped the window before the prefix's end."""
+    under_test = scheduler({"memory0": 1000}, limits=Limits(4, 16, 200), prefix_cache=True, window=WINDOW)
+    for name in range(2):
+        serve(under_test, f"{name} leaves a prefix", [*range(40), *range(100 + name, 120 + name)])
+    cached = under_test.prefixes.sequences("memory0")
+    group = under_test.submit(Request("next", None, [*range(40), *range(200, 220)], SamplingParams(max_tokens=3)))
+    (fork,) = [one for one in plan_of(under_test).forks if one.child == group.completions[0].sequence]
+    assert (fork.tokens, cached[fork.parent]) == (40, 40)
+
+
 @pytest.mark.parametrize(("steps", "found"), [(1, 39), (2, 39), (3, 0), (8, 0)])
 def test_a_prompt_is_no_checkpoint_once_its_request_has_run_on(
     steps: int, found: int, monkeypatch: pytest.MonkeyPatch

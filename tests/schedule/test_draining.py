@@ -61,6 +61,15 @@ def test_sequences_with_several_segments_move_off_a_worker_that_leaves_while_the
     assert moved(plans) == sum(held[leaves] for held in before) - (n - 1) * shared, "each range once"
 
 
+def test_tokens_that_a_sequence_grew_by_on_another_worker_move_off_it() -> None:
+    under_test = scheduler(dict.fromkeys(("memory0", "memory1"), 400), limits=LIMITS, longest=60)
+    under_test.submit(request("0", 50, max_tokens=200))
+    (grown,) = [segment.worker for _ in range(40) for segment in step(under_test).grown]
+    (before,) = places(under_test)
+    plans = steps_until_drained(under_test, grown)
+    assert under_test.dropped == 0 and moved(plans) == before[grown] < 50
+
+
 def test_requests_that_share_a_prefix_take_it_along_once() -> None:
     under_test = scheduler(dict.fromkeys(("memory0", "memory1"), 1000), limits=LIMITS, prefix_cache=True)
     under_test.submit(request("0", 300, max_tokens=200))

@@ -92,3 +92,19 @@ def test_what_a_leaving_worker_has_dropped_is_not_cached_if_the_worker_stays() -
     plan = plan_of(under_test)
     assert plan.released == [group.completions[0].sequence] and not plan.forks
     assert not under_test.placement.idle[home] and not under_test.placement.reserved[home]
+
+
+@pytest.mark.parametrize("sharers", [0, 1])
+def test_a_preempted_request_frees_the_slots_that_no_other_request_shares(sharers: int) -> None:
+    under_test = scheduler({"memory0": 60}, prefix_cache=True)
+    group = under_test.submit(request("0", 6, max_tokens=20))
+    for turn in range(4):
+        if turn == 2 and sharers:
+            under_test.submit(request("1", 6, max_tokens=20))
+        plan_of(under_test)
+        for _, completion in under_test.complete(0).values():
+            completion.generated.append(7)
+    holders = under_test._residents.holders("memory0")
+    assert len(holders) == 1 + sharers
+    under_test.preempt(group)
+    assert holders[group] == under_test.placement.returning["memory0"] == (4 if sharers else 9)

@@ -15,6 +15,7 @@ from lamina.core.steps import Fetch, Spill, StepPlan
 from lamina.kv import disk as spill
 from lamina.kv import prefix_cache
 from lamina.kv.disk import Blocks, keys_of
+from lamina.kv.placement import AHEAD
 from lamina.schedule.admission import SHARE
 from lamina.schedule.moves import Range
 from lamina.schedule.scheduler import Scheduler
@@ -287,6 +288,17 @@ def test_blocks_are_fetched_for_a_block_more_than_another_worker_has_cached(
 ) -> None:
     under_test, _ = continued()
     monkeypatch.setattr(under_test.prefixes, "find", lambda group: {"memory1": SimpleNamespace(length=cached)})
+    under_test.submit(request("next", 49, max_tokens=2))
+    assert bool(under_test.disks.held) is fetches
+
+
+@pytest.mark.parametrize(("lacking", "fetches"), [(0, True), (1, False)])
+def test_blocks_are_fetched_if_the_worker_has_room_for_them_and_for_the_request_to_grow(
+    lacking: int, fetches: bool
+) -> None:
+    under_test, _ = continued()
+    placement, needed = under_test.placement, 48 - 40 + AHEAD
+    placement.reserve_on("memory0", placement.room("memory0") - needed + lacking)
     under_test.submit(request("next", 49, max_tokens=2))
     assert bool(under_test.disks.held) is fetches
 

@@ -22,8 +22,11 @@ from lamina.kv import prefix_cache
 from lamina.kv.stripes import StripedPlacement
 from lamina.memory.store import KvStore
 from lamina.schedule.admission import SHARE
+from lamina.schedule.limits import Limits
+from lamina.schedule.policy import FIFO
+from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.turn import Turn
-from tests.support.schedules import ATTENTIONS, LIMITS, client
+from tests.support.schedules import ATTENTIONS, LIMITS, client, plan_of, request
 from tests.support.turn_driver import ENOUGH, FIXED, Driver
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -193,3 +196,20 @@ def test_every_head_of_every_token_is_somewhere_while_workers_come_and_go(
         driver.plan()  # what has ended is released
         driver.answer()
     driver.check(resting=not any(driver.placement.reserved.values()))
+
+
+def test_a_sequence_waits_for_slots_that_are_about_to_be_free_and_suffice() -> None:
+    """Slots of one worker alone are free, but tokens there would have all their heads on that worker."""
+    placement = StripedPlacement({"memory0": 40, "memory1": 60}, HeadShards(2, 2))
+    under_test = Scheduler(Limits(4, 64, 100), placement, 1, ATTENTIONS, 2, FIFO)
+    group = under_test.submit(request("0", 30, max_tokens=40))
+    plan_of(under_test)
+    stripe = group.completions[0].worker
+    for _, completion in under_test.complete(0).values():
+        completion.generated.append(7)
+    placement.reserve_on(stripe, placement.left(stripe))  # as if for another request, of which one token is released
+    placement.will_release(stripe, 1)
+    assert under_test.plan(0) is None and not under_test.dropped
+    placement.free_slots(stripe, 1)
+    plan = plan_of(under_test)
+    assert plan.decoding.sequences and not plan.grown

@@ -101,6 +101,18 @@ def test_lanes_are_chosen_from_what_steps_took() -> None:
     assert used[0] == 2 and used[-1] == 1
 
 
+def test_the_time_between_tokens_counts_what_a_step_spends_in_slices_and_waiting() -> None:
+    turn = Turn(Limits(4, 8, 512), Placement({"memory0": 2000}), Pipeline(1, 1), attentions=1, kv_heads=1)
+    turn.scheduler.submit(request("0", 1, max_tokens=400))
+    for _ in range(4):
+        for plan in list(turn.plan(0.0)):
+            answer = StepDone(plan.step, [], rows=len(plan.sequences), busy_s=1.0, waited_s=2.0)
+            for done in turn.in_order(answer):
+                for _, completion in turn.complete(done).values():
+                    completion.generated.append(7)
+    assert turn.between_s == 3.0
+
+
 class NoWorkers:
     def ended(self) -> Mapping[str, str]:
         return {}
