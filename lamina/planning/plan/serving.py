@@ -95,11 +95,13 @@ class Server:
         if self.unfit(way) is not None:
             return []
         if way.kind.divides_roles:
-            _, steps, found = self._decoding(way)
+            rows, steps, shared = self._decoding(way)
             if not len(steps):
                 return []
-            pool = self._prompts_apart(way, min(float(found[0]), self.workload.prompt - 1))
-            return [Reach(way, pool.first_s(LEAST_LOAD), float(steps[0]) / SEATED)]
+            found = min(float(shared[0]), self.workload.prompt - 1)
+            pool = self._prompts_apart(way, found)
+            longest = self._beside(pool, found, way, rows[:1], steps[:1]).longest
+            return [Reach(way, pool.first_s(LEAST_LOAD), float(longest[0]) / SEATED)]
         loads = self._loads(way)
         if loads is None:
             return []

@@ -93,6 +93,19 @@ def test_the_closed_form_keeps_what_a_way_reaches_and_nothing_less(kind: Kind, l
             assert not keeps(way, less), (way.describe(), name)
 
 
+@pytest.mark.parametrize(("prompt", "shared"), [(2000, 1000), (20_000, 16_000)])
+def test_a_way_apart_keeps_what_it_reaches_beside_cached_prefixes(prompt: int, shared: int) -> None:
+    """With tensor-parallel ranks, replicas that decode attend to the prefixes of prompts that run elsewhere."""
+    served = workload.of_lengths(prompt, 30, workload.Sessions(shared=shared))
+    costs = {kind: CostModel(SHAPE, CATALOGUE[kind], Fits.load(CATALOGUE[kind])) for kind in ("h100", "h20")}
+    apart = [way for way in WAYS if way.kind is Kind.PREFILL]
+    assert any(way.tensor_parallel > 1 for way in apart)
+    for way in apart:
+        (found,) = Server(SHAPE, served, costs, prices.load("paper"), Slo()).reach(way)
+        slo = Slo(ttft_s=found.ttft_s * 1.0001, tbt_s=found.tbt_s * 1.0001)
+        assert Server(SHAPE, served, costs, prices.load("paper"), slo).evaluate(way) is not None, way.describe()
+
+
 def test_a_plan_with_the_targets_that_its_error_names_succeeds() -> None:
     line = "plan --model Llama-3-8B --compute h100:1 --prices paper --prompt 128000 --output 300"
     with pytest.raises(ConfigError) as refused:
