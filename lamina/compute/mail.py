@@ -79,6 +79,11 @@ class Mail:
             missing.clear()
             arrived.clear()
 
+    def drop_fetches(self, peers: Sequence[str]) -> None:
+        """Drop what is fetched from peers whose processes have ended."""
+        for peer in peers:
+            self._fetcher.forget(peer)
+
     def change_members(self, topology: Topology, new: Mapping[str, Channel]) -> None:
         """Replace the members by those of ``topology``. ``new``: channels to workers that join.
 

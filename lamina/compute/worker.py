@@ -348,6 +348,9 @@ class ComputeWorker(WorkerLoop):
             if peers and (message := self._control.poll()) is not None:
                 self._handle(message)
 
+    def _drop_fetches(self, peers: Sequence[str]) -> None:
+        self._mail.drop_fetches(peers)
+
     def _release(self, sequences: Sequence[int]) -> None:
         self._sequences.forget(sequences)
         for store in (one.store for one in (self._memory, self._scratch) if one is not None):

@@ -114,7 +114,7 @@ class Fetcher:
         return piece.lane if piece.lane >= 0 else None
 
     def forget(self, peer: str) -> None:
-        """Drop the pieces of a disconnected peer."""
+        """Drop the pieces of a disconnected peer, from which nothing arrives any more."""
         for queue in (self._urgent, self._waiting):
             for piece in [piece for piece in queue if piece.peer == peer]:
                 queue.remove(piece)
@@ -127,7 +127,8 @@ class Fetcher:
     def drop_queued(self, members: Collection[str]) -> None:
         """Drop the queued pieces of peers that are not in ``members``: they have left.
 
-        Nobody needs these pieces. Those in flight may still arrive, and occupy their landing slots until then.
+        Nobody needs these pieces. Those in flight may still arrive, and occupy their landing slots until then, or until
+        ``forget``.
         """
         for queue in (self._urgent, self._waiting):
             for piece in [piece for piece in queue if piece.peer not in members]:

@@ -299,6 +299,10 @@ class MemoryWorker(WorkerLoop):
             self._tier.apply(plan)
         self._serving.add_steps(shares)
 
+    def _drop_fetches(self, peers: Sequence[str]) -> None:
+        for peer in peers:
+            self._puller.forget(peer)
+
     def _release(self, sequences: Sequence[int]) -> None:
         self._store.release(sequences)
         self._moves.release(sequences)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from lamina.control.messages import Connect, Forget, Grant, Granted, Link, Linked, Register, Registered
+from lamina.control.messages import Connect, Grant, Granted, Link, Linked, Register, Registered
 from lamina.control.sockets import SETUP_TIMEOUT_S, ControlClient, expect
 from lamina.core.errors import DeadlineError, PeerLostError, TransportError, WorkerError
 from lamina.core.topology import Topology
@@ -316,6 +316,11 @@ class Links:
         """Peers in the current topology, also those whose link was cut since ``apply_topology``."""
         return sorted(self._members)
 
+    @property
+    def left(self) -> list[str]:
+        """Peers that have left, and whose processes may still run."""
+        return sorted(self._left)
+
     def has(self, name: str) -> bool:
         return name in self._links
 
@@ -487,14 +492,12 @@ class Newcomers:
     def __init__(self, control: ControlClient, links: Links) -> None:
         self._control, self._links = control, links
 
-    def handle_link_message(self, message: Grant | Link | Forget) -> None:
+    def handle_link_message(self, message: Grant | Link) -> None:
         """Carry out a request about links. Connecting to a peer takes seconds if its host does not answer."""
         if isinstance(message, Grant):
             self._control.send(self._links.grant(message))
-        elif isinstance(message, Link):
-            self._links.connect(message)
         else:
-            self._links.remove_peers(message.workers)
+            self._links.connect(message)
 
     @property
     def pending(self) -> bool:

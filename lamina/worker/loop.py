@@ -157,6 +157,10 @@ class WorkerLoop:
         """Continue with other members. No message in flight concerns a member that has left."""
         raise NotImplementedError
 
+    def _drop_fetches(self, peers: Sequence[str]) -> None:
+        """Drop what is fetched from peers whose processes have ended: it would occupy landing slots for ever."""
+        raise NotImplementedError
+
     def _release(self, sequences: Sequence[int]) -> None:
         """Forget sequences. Those not known here are ignored."""
         raise NotImplementedError
@@ -168,6 +172,8 @@ class WorkerLoop:
             if message.epoch >= self._fence.epoch:
                 self._apply_plan(message.plan)
         elif isinstance(message, EndEpoch):
+            if message.topology.epoch.incarnation > self._fence.epoch.incarnation:
+                self._drop_fetches(self._links.left)  # another engine, which has ended all other processes
             self._end_epoch(message)
         elif isinstance(message, Recall):
             self._recall()
@@ -176,7 +182,10 @@ class WorkerLoop:
             self._fence.check_links()
             self._change_members(message.topology)
             self._control.send(Changed(message.number))
-        elif isinstance(message, Grant | Link | Forget):
+        elif isinstance(message, Forget):
+            self._drop_fetches(message.workers)
+            self._links.remove_peers(message.workers)
+        elif isinstance(message, Grant | Link):
             self._newcomers.handle_link_message(message)
         elif isinstance(message, Release):
             self._release(message.sequences)

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from lamina.control.messages import (
-    Working,
-)
+from lamina.control.messages import Forget, Working
+from lamina.dataplane.fetching import FetchPiece
+from lamina.dataplane.leases import LANDINGS
 from lamina.kernels.attention import partial
 from lamina.kernels.segments import SegmentTable
 from lamina.memory import cuts, worker
@@ -85,3 +85,16 @@ def test_a_long_attention_is_reported_as_work_while_it_lasts(pair: Pair, monkeyp
     reports = [message.lanes for message in pair.control.sent if isinstance(message, Working)]
     cuts_made = SPEC.kv_heads * -(-PREFIX // 64)
     assert reports == [[PROMPTS]] * (cuts_made - 2), "after all cuts but the first, and the last, which is answered"
+
+
+def test_what_a_worker_that_has_ended_never_sent_occupies_no_landing_slot(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    puller = pair.worker._puller
+    with monkeypatch.context() as patched:
+        patched.setattr(puller, "_fetch", lambda *_: None)  # from a peer that leaves without an answer
+        for place in range(LANDINGS):
+            puller.add_piece(FetchPiece("compute1", place, 1, lambda content: None))
+            puller.start_next()
+    pair.control.tell(Forget(["compute1"]))
+    begin(pair)  # fetches K and V of prompts
