@@ -58,6 +58,8 @@ class Placement:
         in_one_lane: True if compute workers hold KV, have no stages that could run several chunks of a prompt at once,
             and do not attend to KV for others or divide no request that one of them can hold. Then the chunks of a
             prompt run in one lane, unless admission has divided it.
+        may_divide: True if admission may divide a long prompt over local memory: replicas attend for each other, and no
+            setting says how KV is divided.
         crowded: workers whose reserved and idle slots exceed their capacity, so that idle slots must be evicted.
         stalled: lanes that wait for slots (``lamina.schedule.growth``).
         token_s: by worker: measured seconds to read a token. Empty: requests go where most room is; else to the worker
@@ -111,6 +113,7 @@ class Placement:
         divides = self.longest is not None or self._partition == "token"
         shares = (self.lends and divides) or topology.pipeline.stages > 1
         self.in_one_lane = bool(topology.local) and not shares
+        self.may_divide = self.lends and self.longest is None and self._partition == "auto"
 
     def _take_over(self, capacities: Mapping[str, int]) -> None:
         for worker in self.capacities.keys() - capacities.keys():

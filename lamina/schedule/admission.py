@@ -376,10 +376,17 @@ class Admissions:
         for besides in tries:
             for lane in lanes:
                 if (spans := self._room_for(group, lane, besides(lane), seats)) is not None:
-                    several = 0 if placement.in_one_lane else len(placement.local & {worker for worker, _ in spans})
+                    several = 0 if placement.in_one_lane else self._running({worker for worker, _ in spans}, seats)
                     group.stays, group.replicas = placement.in_one_lane, max(1, several)
                     return lane, spans
         return -1, None
+
+    def _running(self, workers: Collection[str], seats: Seats) -> int:
+        """Return how many replicas run prompts and have some of ``workers`` as local memory; all that only run prompts
+        count as one, since they hold no KV."""
+        placement = self._placement
+        near = {placement.local - placement.others(lane) for lane in seats.lanes(decode=False)}
+        return sum(not one.isdisjoint(workers) for one in near)
 
     def _held(self, workers: Iterable[str]) -> int:
         return sum(self._placement.reserved[worker] for worker in workers)
@@ -389,7 +396,7 @@ class Admissions:
         it needs, which all run its chunks. Return None for a short prompt, or if fewer than two such replicas have
         room: the others are left to the requests that come next."""
         placement, tokens, wanted = self._placement, group.to_run, AHEAD * len(group.completions)
-        if not placement.lends or tokens <= self._rows or self._prefixes.find(group):
+        if not placement.may_divide or tokens <= self._rows or self._prefixes.find(group):
             return None
         own = [placement.local - placement.others(lane) for lane in lanes]
         idle = [one for one in own if placement.closed.isdisjoint(one) and not self._held(one)]

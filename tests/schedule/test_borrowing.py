@@ -12,6 +12,7 @@ from lamina.core.requests import Group
 from lamina.core.segments import by_worker
 from lamina.core.steps import StepPlan
 from lamina.core.topology import FIRST, Epoch, Member, Topology
+from lamina.core.types import Partition
 from lamina.kv.placement import LEAST_SEGMENT, Placement
 from lamina.kv.stripes import placement
 from lamina.schedule.limits import Limits
@@ -24,13 +25,15 @@ ROWS, PROMPT = 16, 100
 PIPELINE = Pipeline(2, 2)
 
 
-def turn(local: bool = False, pipeline: Pipeline = PIPELINE, longest: int | None = None) -> Turn:
+def turn(
+    local: bool = False, pipeline: Pipeline = PIPELINE, longest: int | None = None, partition: Partition = "auto"
+) -> Turn:
     members = [Member("memory0", "memory", "cpu", "", 400)]
     if local:
         slots = [0 if number % pipeline.stages else 400 for number in range(pipeline.replicas * pipeline.stages)]
         members = [Member(f"compute{number}", "compute", "cpu", "", each) for number, each in enumerate(slots)]
     topology = Topology(FIRST, tuple(members), pipeline)
-    placement = Placement(topology.capacities, longest, topology=topology)
+    placement = Placement(topology.capacities, longest, partition, topology)
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=ROWS, max_model_len=1200)
     return Turn(limits, placement, pipeline, attentions=ATTENTIONS, kv_heads=2)
 
@@ -257,6 +260,28 @@ def test_a_prompt_that_finds_one_empty_replica_stays_in_its_lane_however_long() 
     for _ in range(3):
         plans = run_round(made, plans)
     assert len(group.workers) > 1 and {lane for lane, _, _ in spans(plans)} == {group.lane}
+
+
+@pytest.mark.parametrize(
+    ("longest", "partition", "replicas"), [(None, "request", 1), (None, "token", 4), (LEAST_SEGMENT, "auto", 4)]
+)
+def test_a_setting_that_divides_kv_or_keeps_it_together_counts_before_that(
+    longest: int | None, partition: Partition, replicas: int
+) -> None:
+    made = turn(local=True, pipeline=FOUR, longest=longest, partition=partition)
+    group = made.scheduler.submit(request("0", LONG, max_tokens=4))
+    plans = list(made.plan(0.0))
+    assert len(group.workers) == len({lane for lane, _, _ in spans(plans)}) == replicas
+    assert {stop - start for _, start, stop in spans(plans)} == {ROWS // replicas}
+
+
+@pytest.mark.parametrize("prefill", [1, 2])
+def test_replicas_that_only_run_prompts_fill_their_steps_with_a_divided_prompt(prefill: int) -> None:
+    made = turn(local=True, pipeline=Pipeline(4, 4, lends=True, prefill=prefill), longest=LEAST_SEGMENT)
+    group = made.scheduler.submit(request("0", LONG, max_tokens=4))
+    plans = list(made.plan(0.0))
+    assert len(group.workers) > 1 and {lane for lane, _, _ in spans(plans)} == {*range(prefill)}
+    assert {stop - start for _, start, stop in spans(plans)} == {ROWS}
 
 
 @pytest.mark.parametrize(("own", "lanes"), [(400, {0}), (0, {0, 1})])
