@@ -91,6 +91,14 @@ def test_once_speeds_are_known_a_request_goes_where_all_is_read_soonest(
             assert not used[spans[0][0]], "an empty worker may be filled"
 
 
+@pytest.mark.parametrize(("capacity", "wanted"), [(1210, "near"), (1211, "far")])
+def test_a_cached_token_counts_as_two_free_slots_of_another_worker(capacity: int, wanted: str) -> None:
+    """Where 100 tokens are cached, 950 slots are left beside the watermark; 1150 or 1151 are left on the other."""
+    placement = Placement({"little": 1000, "near": 1000, "far": capacity})
+    found = {"little": CachedPrefix(10, 10), "near": CachedPrefix(100, 100)}
+    assert placement.fitting(200, 1, found=found) == [(wanted, 200)]
+
+
 def test_a_short_cached_prefix_on_a_slow_worker_is_left_there() -> None:
     placement = Placement({"fast": 100_000, "slow": 1_000_000})
     placement.token_s = {"fast": 1e-9, "slow": 1e-7}
@@ -147,3 +155,16 @@ def test_a_sequence_continues_where_a_segment_fits_or_on_a_small_worker_its_wate
         placement = Placement({"memory0": 500, "memory1": capacity})
         placement.reserve_on("memory1", capacity - spare)
         assert placement.next_worker("memory0", 0) == found
+
+
+@pytest.mark.parametrize(("lends", "parts"), [(False, [300] * 3), (True, [225] * 4)])
+def test_tokens_are_divided_evenly_among_memory_workers_and_the_local_memory_that_a_lane_uses(
+    lends: bool, parts: list[int]
+) -> None:
+    members = [Member(f"compute{number}", "compute", "cpu", "", 1000) for number in range(2)]
+    members += [Member(f"memory{number}", "memory", "cpu", "", 1000) for number in range(2)]
+    whole = Topology(FIRST, tuple(members), Pipeline(2, 2, lends=lends))
+    placement = Placement(whole.capacities, partition="token", topology=whole)
+    spans = placement.fitting(900, 1, placement.beyond(0))
+    assert spans is not None and [tokens for _, tokens in spans] == parts
+    assert len({worker for worker, _ in spans}) == len(parts)

@@ -75,6 +75,15 @@ def test_requests_go_on_from_ends_of_prompts_and_answers_and_where_another_has_l
     assert serve(under_test, "a fourth", [*system, *range(300, 310), 60]) == 40, "what it leaves is too short"
 
 
+def test_prefixes_without_rows_for_their_windows_are_given_up_oldest_first() -> None:
+    """A layer with a window has 100 rows. A prompt needs 20 of them, and its answer three more."""
+    under_test = scheduler({"memory0": 400}, limits=Limits(4, 64, 200), prefix_cache=True, window=20)
+    prompts = [[*range(first, first + 30)] for first in range(0, 500, 100)]
+    for number, prompt in enumerate(prompts):
+        assert serve(under_test, str(number), prompt) == 0
+    assert [serve(under_test, f"{number} again", prompts[number]) for number in (4, 0)] == [29, 0]
+
+
 def test_a_request_goes_on_from_a_sequence_that_ends_with_the_prefix() -> None:
     """Longer sequences have dropped the window before the prefix's end."""
     under_test = scheduler({"memory0": 1000}, limits=Limits(4, 16, 200), prefix_cache=True, window=WINDOW)

@@ -173,6 +173,8 @@ def test_times_are_learned_from_steps() -> None:
     assert found.time.of([640], 1) == pytest.approx(10 * 7.4 + 640 * 641 / 2 * 1e-4, rel=0.1)
     assert 8 <= steps.memory_bound_rows <= 16
     assert found.output == 30 and found.token_s > 0
+    steps.note_output(40)
+    assert 30 < steps.rates().output < 40
 
 
 @pytest.mark.parametrize("unit_s", [0.1, 10.0])

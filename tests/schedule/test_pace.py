@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from lamina.control.messages import StepDone
 from lamina.core.pipeline import Pipeline
-from lamina.core.steps import StepPlan
+from lamina.core.steps import DecodeRows, StepPlan
 from lamina.kv.placement import Placement
+from lamina.schedule.batches import PromptBatch
 from lamina.schedule.limits import Limits
-from lamina.schedule.pace import LEAST, MARGIN, StepTimes
+from lamina.schedule.pace import LEAST, MARGIN, Pace, StepTimes
 from lamina.schedule.turn import Turn
 from tests.support.schedules import request
 
@@ -111,6 +112,17 @@ def test_chunks_in_one_lane_leave_time_for_the_other() -> None:
     times = step_times([20_000], lambda rows, pairs: BOUND_S / 4 + rows * 1e-5, BOUND_S, lanes=2)
     with_chunks = [took for took, chunks in times if chunks]
     assert max(with_chunks[3:]) + BOUND_S / 4 <= BOUND_S
+
+
+@pytest.mark.parametrize(("steps", "bounded"), [(3, True), (4, False)])
+def test_a_lane_is_in_use_until_other_lanes_have_run_twice_as_many_steps_as_there_are_lanes(
+    steps: int, bounded: bool
+) -> None:
+    pace = Pace(BOUND_S)
+    for lane, decoding in [(1, [7]), *[(0, list[int]())] * steps]:
+        plan = StepPlan(1, lane, 0, [], [], [], [], DecodeRows(decoding, [9] * len(decoding), []))
+        pace.on_step_done(plan, BOUND_S, 0.0)
+    assert (pace.budget(0, decodes=False, prompts=PromptBatch(), most=2048) < 2048) is bounded
 
 
 @given(st.floats(0, 1e-2), st.floats(0, 1e-4), st.floats(0, 1e-8))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lamina.core.errors import RequestError
 from lamina.core.sampling import SamplingParams
+from lamina.core.segments import by_worker
 from lamina.core.steps import StepPlan
 from lamina.core.types import Request
 from lamina.schedule.limits import Limits
@@ -57,6 +58,23 @@ def test_what_was_dropped_leaves_the_room_to_a_sequence_that_goes_on_from_anothe
     cluster = Cluster(many, *course.sizes)
     cluster.play(course, 20)
     cluster.check_ends()
+
+
+def test_the_only_request_on_a_worker_grows_onto_the_last_slot_of_another_one() -> None:
+    under_test = scheduler({"memory0": 30, "memory1": 30})
+    group = under_test.submit(request("0", 25, max_tokens=7))
+    plan_of(under_test)
+    (home,) = group.workers
+    (other,) = {"memory0", "memory1"} - {home}
+    under_test.placement.reserve_on(other, 29)  # as if for another
+    while group.alive:
+        for _, completion in under_test.complete(0).values():
+            completion.generated.append(7)
+            if len(completion.generated) == 7:
+                under_test.end_completion(group, completion)
+        if group.alive:
+            plan_of(under_test)
+    assert by_worker(group.completions[0].segments, 0, 31) == {home: 30, other: 1}
 
 
 def test_a_completion_that_ended_goes_to_another_lane_with_those_to_be_forked_from_it() -> None:

@@ -303,6 +303,18 @@ def test_blocks_are_fetched_if_the_worker_has_room_for_them_and_for_the_request_
     assert bool(under_test.disks.held) is fetches
 
 
+def test_blocks_that_a_small_disk_has_given_up_are_not_copied_again() -> None:
+    """It has one block, so that every copy overwrites the one before."""
+    under_test = settled(prefix_cache=True, overcommit=1.03)
+    copied = []
+    while (copying := under_test.disks._copying.get("memory0")) is not None:
+        copied += copying.spill.places
+        assert len(copied) < 30
+        under_test.transferred("memory0", copying.spill.number, True, "")
+        step(under_test)
+    assert copied == [*range(40 // BLOCK)]
+
+
 def test_nothing_is_fetched_behind_tokens_that_move() -> None:
     under_test, group = continued()
     assert under_test.moves.try_move(group, "memory0", "memory1", 30) == 30

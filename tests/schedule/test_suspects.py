@@ -119,6 +119,14 @@ def test_a_suspect_is_cleared_by_running_what_was_in_flight_and_only_then() -> N
     assert not suspects.searching
 
 
+def test_deaths_before_a_request_was_cleared_do_not_count() -> None:
+    suspects = Suspects()
+    for _ in range(3):
+        assert suspects.note_death({"a": {0: 1}}, ["a"]) is None
+        suspects.note_run([("a", 0, 1)])
+        assert not suspects.searching
+
+
 def test_a_death_while_others_run_too_proves_nothing() -> None:
     suspects = Suspects()
     assert suspects.note_death({"a": {0: 1}}, ["a", "b"]) is None

@@ -113,6 +113,24 @@ def test_the_time_between_tokens_counts_what_a_step_spends_in_slices_and_waiting
     assert turn.between_s == 3.0
 
 
+def test_attention_that_workers_report_tells_how_fast_they_are() -> None:
+    """memory1 takes four times as long as memory0 for as many tokens."""
+    placement = Placement({"memory0": 2000, "memory1": 2000})
+    turn = Turn(
+        Limits(4, 64, 512), placement, Pipeline(1, 1), attentions=1, kv_heads=1, plan_ahead=False, balance="bandwidth"
+    )
+    for name in ("0", "1"):
+        turn.scheduler.submit(request(name, 20, max_tokens=400))
+    for steps in range(100):
+        for plan in list(turn.plan(0.0)):
+            for done in turn.in_order(StepDone(plan.step, [], rows=len(plan.sequences), busy_s=1.0)):
+                for _, completion in turn.complete(done).values():
+                    completion.generated.append(7)
+        for worker, seconds in (("memory0", 1e-3), ("memory1", 4e-3)):
+            turn.note_attention(worker, seconds * steps)
+    assert placement.token_s["memory1"] == pytest.approx(4 * placement.token_s["memory0"], rel=0.1)
+
+
 class NoWorkers:
     def ended(self) -> Mapping[str, str]:
         return {}
