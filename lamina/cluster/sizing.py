@@ -415,16 +415,23 @@ def require_room(
         if memory is not None and nbytes / workers > memory:
             raise ConfigError(
                 f"{name} on {kind} has {memory / 1e9:.1f} GB of memory, and the weights of {model.name} take at least "
-                f"{nbytes / 1e9:.1f}{of} GB: raise tensor_parallel or pipeline_parallel, give quantization int8 or "
-                "int4, or use GPUs with more memory"
+                f"{nbytes / 1e9:.1f}{of} GB: raise tensor_parallel or pipeline_parallel, "
+                f"{_rounding(config, model) or 'or '}use GPUs with more memory"
             )
     in_ram = sum(bool(device) and not device.startswith(CUDA) for _, device in computes.values())
     if (held := nbytes * min(in_ram, workers) / workers) > devices.ram_bytes:
         raise ConfigError(
             f"this machine has {devices.ram_bytes / 1e9:.1f} GB of memory, and the weights of {model.name} take at "
-            f"least {held / 1e9:.1f} GB: give quantization int8 or int4, or divide the model over machines by "
+            f"least {held / 1e9:.1f} GB: {_rounding(config, model)}divide the model over machines by "
             "pipeline_parallel and --compute remote:N"
         )
+
+
+def _rounding(config: EngineConfig, model: ModelDirectory) -> str:
+    """Return the advice to round the weights to fewer bits; empty if they cannot be rounded further."""
+    if model.packed or config.quantization == "int4":
+        return ""
+    return f"give quantization {'int8 or int4' if config.quantization == 'none' else 'int4'}, or "
 
 
 def least_weight_nbytes(config: EngineConfig, model: ModelDirectory) -> int:

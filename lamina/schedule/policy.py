@@ -204,7 +204,10 @@ def _made_by(point: importlib.metadata.EntryPoint, targets: Targets) -> Policy:
     try:
         made: Policy = point.load()(targets)
     except Exception as error:  # of another package
-        raise ConfigError(f"policy {point.name!r} ({point.value}) fails: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"policy {point.name!r} ({point.value}) fails: {type(error).__name__}: {error}; repair its package, or "
+            "give another policy"
+        ) from error
     if missing := [
         name for name in ("fair", "first_share", "rank", "start_by", "lane_policy") if not hasattr(made, name)
     ]:

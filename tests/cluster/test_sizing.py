@@ -92,6 +92,24 @@ def test_devices_that_cannot_hold_the_weights_are_refused_before_workers_start(
         sizing.require_room(config, model, computes, devices)
 
 
+@pytest.mark.parametrize(
+    ("quantization", "packed", "advised"),
+    [("none", False, "int8 or int4"), ("int8", False, "int4"), ("int4", False, ""), ("none", True, "")],
+)
+def test_weights_are_advised_to_be_rounded_only_where_they_can_be(
+    quantization: Any, packed: bool, advised: str
+) -> None:
+    model: Any = directory.find(None)
+    if packed:
+        model = dataclasses.replace(model, packed=dict.fromkeys(model.tensors))
+    config = EngineConfig(quantization=quantization)
+    for kind, devices in ("cpu", Devices(2, 1)), ("cuda", Devices(2, 1, ("H20",), gpu_bytes=(1,))):
+        with pytest.raises(ConfigError) as error:
+            sizing.require_room(config, model, {"compute0": Assigned(kind, f"{kind}:0")}, devices)
+        assert (f"give quantization {advised}, or" in str(error.value)) == bool(advised)
+        assert ("quantization" in str(error.value)) == bool(advised)
+
+
 def test_sequences_of_a_large_cluster_need_a_row_of_their_own_in_their_lane_alone() -> None:
     config = EngineConfig(max_num_seqs=256, max_num_batched_tokens=1024)
     assert sizing.step_limits(config, Pipeline(3, 2, rotates=True), 1).max_sequences == 512

@@ -220,7 +220,7 @@ def test_policies_are_found_by_name_or_entry_point(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ("no.such.module:made", "policy 'mine' .*fails: ModuleNotFoundError"),
+        ("no.such.module:made", "policy 'mine' .*fails: ModuleNotFoundError.*give another policy"),
         ("tests.schedule.test_policy:without_targets", "fails: TypeError"),
         (
             "tests.schedule.test_policy:incomplete",
