@@ -91,8 +91,8 @@ class Group:
         cached_tokens: tokens of the prompt found in the prefix cache when the request was first admitted.
         suspect: True if its KV must not enter the prefix cache.
         ids: tokens that it looks up in the prefix cache; None before the first look-up and after its prompt was kept.
-        replicas: over how many replicas' local memory it was divided when it was admitted; 1 if it was not divided, or
-            without local memory.
+        replicas: how many replicas share the chunks of its prompt, since admission divided it over their local memory;
+            1 if it was not divided, or if these replicas run no prompts.
         stays: True if all chunks of its prompt run in its own lane.
         gave_way: True once it was preempted for a client with fewer seats.
         choice: for a beam search, by completion: the index of the beam that it continues, and the token, which the
