@@ -440,6 +440,6 @@ def least_weight_nbytes(config: EngineConfig, model: ModelDirectory) -> int:
     if model.packed:
         return sum(entry.nbytes for entry in tensors)
     bits = {"none": 16, "int8": 8, "fp8": 8, "int4": 4}[config.quantization]
-    if config.quantization == "none" and config.dtype == DType.FLOAT32:
-        bits = 32
+    if config.quantization == "none" and config.dtype != "auto":
+        bits = 8 * DType(config.dtype).itemsize
     return sum(math.prod(entry.shape) for entry in tensors) * bits // 8

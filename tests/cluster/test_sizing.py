@@ -56,6 +56,7 @@ def test_a_lower_bound_of_weights_is_below_those_of_the_bundled_checkpoint() -> 
     stored = sum(entry.nbytes for entry in model.tensors.values())  # bfloat16
     least = {given: sizing.least_weight_nbytes(EngineConfig(quantization=given), model) for given in ("none", "int4")}
     assert least == {"none": stored, "int4": stored // 4}
+    assert sizing.least_weight_nbytes(EngineConfig(dtype="float32"), model) == 2 * stored
 
 
 @pytest.mark.parametrize(
