@@ -79,3 +79,13 @@ def test_what_is_left_for_a_piece_too_small_goes_to_the_oldest() -> None:
     assert [*batch.share(200).values()] == [110, 90]
     batch.discard(oldest.completions[0])
     assert batch.share(200) == {(other, other.completions[0]): 200}
+
+
+def test_the_shortest_prompts_come_first_after_many_chunks_in_other_lanes() -> None:
+    batch, prompts = PromptBatch(), [group(prompt) for prompt in (100_000, 500, 300, 400)]
+    for one in prompts:
+        batch.add(one, one.completions[0])
+    for _ in range(100):
+        batch.lend(prompts[0].completions[0], 1)
+    shared = {one: tokens for (one, _), tokens in batch.share(2000).items()}
+    assert [shared[one] for one in prompts] == [1000, 300, 300, 400]

@@ -112,6 +112,16 @@ def test_arrangements_are_evaluated_once_every_lane_has_run_its_steps() -> None:
     assert chooser.choose(4, 0.0) == Arrangement(2) and not chooser.due
 
 
+def test_attention_of_a_memory_worker_that_has_left_does_not_count() -> None:
+    chooser = LaneChooser(choices(1))
+    chooser.note_step(4, 4, 1.0, 0.5)
+    for worker, seconds in (("leaves", 9.0), ("stays", 2.0)):
+        chooser.note_attention(worker, seconds)
+    assert chooser._busiest() == 9.0
+    chooser.set_memory_workers({"stays"})
+    assert chooser._busiest() == 2.0
+
+
 def test_nothing_running_changes_nothing() -> None:
     assert LaneChooser(choices(1)).choose(0, 0.0) == Arrangement(2)
 

@@ -228,6 +228,19 @@ def test_a_target_without_room_refuses_and_the_bound_lets_few_tokens_move_per_st
     assert under_test.moves.try_move(group, "memory0", "memory1", 10) == (10 if 3 * 16 > 30 else 0)
 
 
+def test_steps_that_are_repeated_let_tokens_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamina.schedule.moves.TOKENS_PER_STEP", 1)
+    under_test = settled()
+    (group,) = under_test._residents.holders("memory0")
+    assert under_test.moves.try_move(group, "memory0", "memory1", 30) == 30
+    under_test.on_move_done(step(under_test).moves[0].number)
+    assert step(under_test).switches
+    plan_of(under_test)
+    assert under_test.moves.try_move(group, "memory0", "memory1", 5) == 0
+    under_test.repeat(0, 30)
+    assert under_test.moves.try_move(group, "memory0", "memory1", 5) == 5
+
+
 def test_a_range_that_moves_for_a_request_that_has_ended_leaves_no_worker_with_negative_reads() -> None:
     under_test = settled(prefix_cache=True)
     (group,) = under_test._residents.holders("memory0")

@@ -303,14 +303,17 @@ def test_blocks_are_fetched_if_the_worker_has_room_for_them_and_for_the_request_
     assert bool(under_test.disks.held) is fetches
 
 
-def test_blocks_that_a_small_disk_has_given_up_are_not_copied_again() -> None:
-    """It has one block, so that every copy overwrites the one before."""
+@pytest.mark.parametrize("changes", [False, True])
+def test_blocks_that_a_small_disk_has_given_up_are_not_copied_again(changes: bool) -> None:
+    """It has one block, so that every copy overwrites the one before. Members may change meanwhile."""
     under_test = settled(prefix_cache=True, overcommit=1.03)
     copied = []
     while (copying := under_test.disks._copying.get("memory0")) is not None:
         copied += copying.spill.places
         assert len(copied) < 30
         under_test.transferred("memory0", copying.spill.number, True, "")
+        if changes:
+            under_test.disks.on_places_changed()
         step(under_test)
     assert copied == [*range(40 // BLOCK)]
 

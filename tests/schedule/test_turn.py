@@ -17,6 +17,7 @@ from lamina.config.engine_config import EngineConfig
 from lamina.control.messages import StepDone
 from lamina.control.sockets import ControlServer
 from lamina.core.pipeline import Arrangement, Pipeline
+from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import AttentionSpec
 from lamina.engine import engine
 from lamina.kv.placement import Placement
@@ -26,6 +27,7 @@ from lamina.planning.simulate import Arrivals, Deployment, virtual_runtime
 from lamina.schedule.admission import SHARE
 from lamina.schedule.limits import Limits
 from lamina.schedule.policy import Fifo
+from lamina.schedule.suspects import Deaths
 from lamina.schedule.turn import DEPTH, Turn
 from lamina.text.tokenizer import Tokenizer
 from tests.support.bare_cluster import bare_cluster
@@ -129,6 +131,32 @@ def test_attention_that_workers_report_tells_how_fast_they_are() -> None:
         for worker, seconds in (("memory0", 1e-3), ("memory1", 4e-3)):
             turn.note_attention(worker, seconds * steps)
     assert placement.token_s["memory1"] == pytest.approx(4 * placement.token_s["memory0"], rel=0.1)
+
+
+def test_some_requests_wait_after_a_death_until_the_others_have_run_what_was_in_flight() -> None:
+    memory = Member("memory0", "memory", "cpu", "", 2000)
+    topology = Topology(FIRST, (Member("compute0", "compute", "cpu", ""), memory), Pipeline(1, 1))
+    turn = Turn(
+        Limits(4, 64, 512), Placement({"memory0": 2000}), Pipeline(1, 1), attentions=1, kv_heads=1, plan_ahead=False
+    )
+    for name in ("0", "1"):
+        turn.scheduler.submit(request(name, 1, max_tokens=400))
+
+    def run() -> set[str]:
+        """Run a step; return its requests."""
+        (plan,) = turn.plan(0.0)
+        ran = {turn.scheduler.owners[one.sequence][0].request.request_id for one in plan.sequences}
+        (done,) = turn.in_order(StepDone(plan.step, [], rows=len(plan.sequences), busy_s=1.0))
+        for _, completion in turn.complete(done).values():
+            completion.generated.append(7)
+        return ran
+
+    assert run() == {"0", "1"}
+    assert [len(plan.sequences) for plan in turn.plan(0.0)] == [2], "in flight as the worker dies"
+    turn.end_epoch(topology, Deaths(replicas=[0]))
+    turn.begin_epoch()
+    assert run() == {"0"}
+    assert run() == {"0", "1"}
 
 
 class NoWorkers:
