@@ -39,6 +39,20 @@ def test_a_request_that_comes_again_finds_its_tokens_and_the_slots_are_not_reser
     assert (fork.parent, fork.tokens, released) == (7, 38, [7])
 
 
+def test_kept_sequences_that_begin_alike_are_cached_once_and_evicted_where_slots_are_needed() -> None:
+    placement = Placement({"memory0": 200})
+    under_test, prefixes = recall(placement)
+    for sequence, prompt in ((5, [*range(40)]), (6, [*range(30), *range(100, 110)])):
+        name = str(sequence)
+        under_test.keep([Computed(name, 0, sequence, 40, [Segment(sequence, "memory0", (0, 4), (0, None))])])
+        under_test.claim(Request(name, None, prompt, SamplingParams(), 0), None)
+    under_test.settle()
+    assert placement.reserved == {"memory0": 0} and placement.idle == {"memory0": 50}
+    placement.reserve_on("memory0", 200)
+    prefixes.changes()
+    assert placement.idle == {"memory0": 0}
+
+
 def test_what_nobody_comes_for_or_has_no_place_is_released() -> None:
     for segments, tokens in (([HALVES[0]], 40), (HALVES, 120), (HALVES, 40)):  # half of it, too much, and right
         placement = StripedPlacement({"memory0": 50, "memory1": 50}, HeadShards(4, 2))
