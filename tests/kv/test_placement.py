@@ -99,6 +99,15 @@ def test_a_cached_token_counts_as_two_free_slots_of_another_worker(capacity: int
     assert placement.fitting(200, 1, found=found) == [(wanted, 200)]
 
 
+def test_a_request_is_divided_over_all_the_room_that_workers_in_use_have() -> None:
+    placement = Placement({"memory0": 100, "memory1": 100}, longest=40)
+    placement.reserve_on("memory0", 10)
+    room = placement.room("memory0") + placement.room("memory1")
+    assert placement.fitting(room - AHEAD + 1, 1) is None
+    spans = placement.fitting(room - AHEAD, 1)
+    assert spans is not None and sum(tokens for _, tokens in spans) == room - AHEAD
+
+
 def test_a_short_cached_prefix_on_a_slow_worker_is_left_there() -> None:
     placement = Placement({"fast": 100_000, "slow": 1_000_000})
     placement.token_s = {"fast": 1e-9, "slow": 1e-7}

@@ -77,6 +77,11 @@ def test_prompts_alone_use_lanes_though_nothing_decodes() -> None:
     assert settle(LaneChooser(choices(1)), 100, 0.01, 0.001, 0.0007, prompts=2048) >= 2
 
 
+def test_prompts_use_a_second_lane_that_makes_them_a_third_faster() -> None:
+    """Slices take a second and waits a third of one, in steps of 60 rows of prompts."""
+    assert settle(LaneChooser(choices(1)), 8, 0.1, 0.015, 1 / 180, prompts=60) > 1
+
+
 @pytest.mark.parametrize(("spread", "lanes"), [(0.0, 2), (0.95, 3)])
 def test_steps_that_take_unequal_times_get_more_lanes(spread: float, lanes: int) -> None:
     """A lane that waits for attention while another one runs a long step leaves the replica idle later."""

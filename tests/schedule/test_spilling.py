@@ -303,6 +303,19 @@ def test_blocks_are_fetched_if_the_worker_has_room_for_them_and_for_the_request_
     assert bool(under_test.disks.held) is fetches
 
 
+@pytest.mark.parametrize(("lacking", "fetches"), [(0, True), (1, False)])
+def test_blocks_are_fetched_if_what_they_continue_can_be_kept_too(lacking: int, fetches: bool) -> None:
+    """No request uses the cached prefix, so that its slots must be reserved as well."""
+    under_test, _ = continued()
+    under_test.abort("long")
+    step(under_test)
+    placement, needed = under_test.placement, 48 + AHEAD
+    assert not placement.reserved["memory0"]
+    placement.reserve_on("memory0", placement.room("memory0") - needed + lacking)
+    under_test.submit(request("next", 49, max_tokens=2))
+    assert bool(under_test.disks.held) is fetches
+
+
 @pytest.mark.parametrize("changes", [False, True])
 def test_blocks_that_a_small_disk_has_given_up_are_not_copied_again(changes: bool) -> None:
     """It has one block, so that every copy overwrites the one before. Members may change meanwhile."""
