@@ -10,7 +10,7 @@ from lamina.core.pipeline import Pipeline
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Balance, Partition
 from lamina.kv import balancing
-from lamina.kv.balancing import POLICIES, Policy, Proposal, View
+from lamina.kv.balancing import POLICIES, HeldTokens, Load, Policy, Proposal, View
 from lamina.schedule import balancing as looks
 from lamina.schedule.balancing import Balancing
 from lamina.schedule.limits import Limits
@@ -167,6 +167,16 @@ def test_times_of_steps_and_attention_bound_what_local_memory_lends() -> None:
     loads = follows.view([]).loads
     assert loads["memory0"].token_s == pytest.approx(0.004)
     assert (loads["memory0"].step_s, loads["memory1"].step_s) == (1.0, 0.0)
+
+
+def test_attention_to_tokens_that_a_worker_was_lent_is_not_that_of_its_own_requests() -> None:
+    """By hand: it reads 100 tokens, of which 20 are read twice for another worker, in 0.01 s each."""
+    under_test = settled()
+    follows = Balancing(POLICIES["ledger"](), under_test.moves, under_test.placement)
+    follows._step_s, follows._token_s = {"memory0": 1.0}, {"memory0": 0.01}
+    loads = {"memory0": Load(200, 50, 1, 100, 0.01, True, 1.0)}
+    follows._note_own_attention(View(loads, [HeldTokens("lent", "memory0", "memory1", 20, 2)], lambda rows: 1.0))
+    assert follows._own_s["memory0"] == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize(
