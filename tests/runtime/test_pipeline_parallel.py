@@ -136,7 +136,7 @@ def test_stages_with_local_memory_equal_hugging_face(family: str, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 3])
 def test_stages_with_local_memory_of_gpus_equal_hugging_face(stages: int, tmp_path: Path) -> None:
-    """Of three stages, the last one has no layer's attention."""
+    """Divide a model of two layers: the last of three stages has no attention."""
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     model = served("llama", layers=2)
     check(tmp_path, model, stages, lengths=(1, 3, 30), compute=f"emulated:{stages}", memory="local")

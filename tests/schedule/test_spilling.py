@@ -318,7 +318,7 @@ def test_blocks_are_fetched_if_what_they_continue_can_be_kept_too(lacking: int, 
 
 @pytest.mark.parametrize("changes", [False, True])
 def test_blocks_that_a_small_disk_has_given_up_are_not_copied_again(changes: bool) -> None:
-    """It has one block, so that every copy overwrites the one before. Members may change meanwhile."""
+    """Copy to a disk of one block, so that every copy overwrites the one before, also while members change."""
     under_test = settled(prefix_cache=True, overcommit=1.03)
     copied = []
     while (copying := under_test.disks._copying.get("memory0")) is not None:
