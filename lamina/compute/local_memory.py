@@ -40,8 +40,9 @@ Partials = dict[tuple[object, ...], Partial]
 
 
 class LocalMemory:
-    """Holds the KV slab of a compute worker: the heads of its rank, in the layers of its stage. The worker's thread owns
-    it.
+    """Holds the KV slab of a compute worker: the heads of its rank, in the layers of its stage.
+
+    The worker's thread owns it.
 
     Attributes:
         store: The slab. In plans and segments, it has the name of the replica's first stage.

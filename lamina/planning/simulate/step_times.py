@@ -109,7 +109,8 @@ class StepModel(_Model):
         super().__init__(deployment)
         compute, memory, shape, tp = self._compute, deployment.memory_cost, deployment.model, self._tp
         self._memory = memory
-        self._context_bytes = shape.hidden * shape.dtype.itemsize
+        # Each rank sends the whole context to the same rank of the next stage.
+        self._context_row_s = float(compute.wire_seconds(shape.hidden * shape.dtype.itemsize))
         # Each device of a group sends and receives the data of its heads.
         self._compute_byte_s = float(compute.wire_seconds(1.0)) / tp
         self._memory_byte_s = float(memory.wire_seconds(1.0))
@@ -196,7 +197,7 @@ class StepModel(_Model):
             chunks_s=chunks_s,
             send_s=(rows * self._kept_bytes + asked * self._asked_bytes) * self._compute_byte_s,
             receive_s=asked * self._asked_bytes * self._compute_byte_s,
-            context_s=rows * self._context_bytes * self._compute_byte_s,
+            context_s=rows * self._context_row_s,
             shares=shares,
         )
 
@@ -308,7 +309,8 @@ class LocalStepModel(_Model):
         self._holders, self._lent = holders, lent
         shape = deployment.model
         partial = shape.query_heads * (shape.head_size + 1) * 4  # of the attention after a stage's last slice
-        self._context_bytes = shape.hidden * shape.dtype.itemsize + partial
+        nbytes = shape.hidden * shape.dtype.itemsize + partial / self._tp  # a rank has the partial of its heads
+        self._context_row_s = float(self._compute.wire_seconds(nbytes))
 
     def times(
         self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int], split: Mapping[int, SplitSequence], own: int
@@ -377,7 +379,7 @@ class LocalStepModel(_Model):
             chunks_s=attention_s,
             send_s=self._wire_s(sent),
             receive_s=self._wire_s(asked),
-            context_s=self._compute.fits.runtime.round_trip_s / 2 + self._wire_s(rows * self._context_bytes),
+            context_s=self._compute.fits.runtime.round_trip_s / 2 + rows * self._context_row_s,
             shares=shares,
         )
 

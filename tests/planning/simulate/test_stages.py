@@ -8,6 +8,7 @@ import pytest
 
 from lamina.core.errors import ConfigError
 from lamina.planning.plan import hardware, model_shapes
+from lamina.planning.plan.cost import NETWORK_SHARE
 from lamina.planning.simulate import Arrivals, Deployment, System, simulate
 from lamina.planning.simulate.scenario import stage_starts
 
@@ -50,6 +51,28 @@ def test_stages_run_chunks_of_one_prompt_at_the_same_time(local: bool) -> None:
     for prompt, output in ((500, 1), (500, 20)):
         ratio = seconds(4, prompt, output, local) / seconds(1, prompt, output, local)
         assert 1 <= ratio < 1.05  # the context travels
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_each_rank_sends_the_whole_context_to_the_next_stage(local: bool) -> None:
+    """By a slow NIC. With local memory, a rank also sends the partial of its heads."""
+    slow, rows, took = replace(A100, nic_bytes_s=1e8), 500, {}
+    for stages in (1, 2):
+        deployment = Deployment(
+            model=LLAMA,
+            compute=slow,
+            compute_workers=2 * stages,
+            tensor_parallel=2,
+            pipeline_parallel=stages,
+            local=local,
+            memory=None if local else A100,
+            memory_workers=0 if local else 1,
+            max_num_batched_tokens=512,
+        )
+        took[stages] = simulate(deployment, Arrivals(np.zeros(1), np.array([rows]), np.array([1]))).seconds
+    partial = LLAMA.query_heads // 2 * (LLAMA.head_size + 1) * 4
+    nbytes = 2 * LLAMA.hidden + (partial if local else 0)
+    assert took[2] - took[1] == pytest.approx(rows * nbytes / (NETWORK_SHARE * 1e8), rel=0.03)
 
 
 def test_stages_keep_kv_of_their_own_layers_and_serve_as_many_requests_as_one_worker_if_a_batch_is_on_each() -> None:
