@@ -119,7 +119,7 @@ def launch(
     receivers = [] if on_trace is None else [on_trace]
     if config.trace is not None:
         receivers.append(partial(write_trace, Path(config.trace)))
-    find_policy(config.policy, config.slo_ttft_ms)  # raises before anything is started
+    find_policy(config.policy, config.slo_ttft_ms, config.slo_tbt_ms)  # raises before anything is started
     sizing.require_limits(config, model, len(pools["compute"]))
     sizing.require_room(config, model, pools["compute"], find_devices())
     trace = bool(receivers)

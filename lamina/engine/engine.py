@@ -104,7 +104,7 @@ class Engine:
             attentions=len(cluster.loaded.attentions),
             kv_heads=cluster.shards.heads,
             plan_ahead=config.plan_ahead,
-            policy=find_policy(config.policy, config.slo_ttft_ms),
+            policy=find_policy(config.policy, config.slo_ttft_ms, config.slo_tbt_ms),
             prefix_cache=config.prefix_cache,
             overcommit=overcommit(config),
             step_bound_s=None if config.slo_tbt_ms is None else config.slo_tbt_ms / 1e3,

@@ -24,9 +24,15 @@ QUEUEING = 2.0  # expected time of a prompt in a loaded engine, as a multiple of
 
 @dataclass(frozen=True)
 class Targets:
-    """Latency targets. ``ttft_s``: seconds to the first token; None for no target."""
+    """Latency targets; None for no target.
+
+    Attributes:
+        ttft_s: Seconds to the first token.
+        tbt_s: Seconds between tokens. ``lamina.schedule.pace`` keeps it with every policy.
+    """
 
     ttft_s: float | None = None
+    tbt_s: float | None = None
 
 
 class LanePolicy(Protocol):
@@ -185,12 +191,12 @@ POLICIES: Mapping[str, Callable[[Targets], Policy]] = {
 }
 
 
-def find_policy(name: str, slo_ttft_ms: int | None = None) -> Policy:
+def find_policy(name: str, slo_ttft_ms: int | None = None, slo_tbt_ms: int | None = None) -> Policy:
     """Return the policy called ``name``: Lamina's own, or an entry point's.
 
     Raises ConfigError for an unknown name, and for an entry point that cannot be loaded or returns no ``Policy``.
     """
-    targets = Targets(None if slo_ttft_ms is None else slo_ttft_ms / 1e3)
+    targets = Targets(*(None if each is None else each / 1e3 for each in (slo_ttft_ms, slo_tbt_ms)))
     if name in POLICIES:
         return POLICIES[name](targets)
     others = {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}

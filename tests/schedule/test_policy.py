@@ -28,6 +28,7 @@ from lamina.schedule.policy import (
     RankedQueue,
     Shortest,
     Slo,
+    Targets,
     find_policy,
     rank_of,
 )
@@ -214,7 +215,8 @@ def test_policies_are_found_by_name_or_entry_point(monkeypatch: pytest.MonkeyPat
         find_policy("random")
     point = importlib.metadata.EntryPoint("mine", "tests.schedule.test_policy:made", "lamina.policies")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point] * (group == "lamina.policies"))
-    assert isinstance(find_policy("mine", 1000), Shortest)
+    assert isinstance(find_policy("mine", 1000, 50), Shortest)
+    assert asked_for == [Targets(1.0, 0.05)]
 
 
 @pytest.mark.parametrize(
@@ -245,5 +247,9 @@ def incomplete(_targets: object) -> object:
     return object()
 
 
-def made(_targets: object) -> Policy:
+asked_for: list[Targets] = []  # what ``made`` was called with
+
+
+def made(targets: Targets) -> Policy:
+    asked_for[:] = [targets]
     return Shortest()

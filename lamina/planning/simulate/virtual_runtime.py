@@ -125,7 +125,7 @@ class Simulation:
             attentions=shape.layers,
             kv_heads=shape.kv_heads,
             plan_ahead=self._config.plan_ahead,
-            policy=find_policy(deployment.policy, deployment.slo_ttft_ms),
+            policy=find_policy(deployment.policy, deployment.slo_ttft_ms, deployment.slo_tbt_ms),
             step_bound_s=None if deployment.slo_tbt_ms is None else deployment.slo_tbt_ms / 1e3,
             prefix_cache=self._shares,
             balance=deployment.balance,
