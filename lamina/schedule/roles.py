@@ -46,7 +46,7 @@ class RoleBalance:
     """Decides which role a replica is to have, asked every ``LOOK_S``."""
 
     def __init__(self, least: int, most: int) -> None:
-        """``least`` and ``most``: replicas that only run prompts, at least 1."""
+        """``least`` and ``most``: replicas that only run prompts. ``least`` is at least 1."""
         self._least, self._most = least, most
         self._wanted = 0  # result that ``decide`` returns once it has been wanted for ``HOLD_S``, from ``_since`` on
         self._since = 0.0
@@ -80,5 +80,8 @@ class RoleBalance:
 
 
 def _should_help(missed: float, other: float, replicas: int) -> bool:
-    """Return True if a target is missed, and the other one would still be met by one of its ``replicas`` less."""
-    return missed > 1 and replicas > 1 and other * replicas / (replicas - 1) <= ROOM
+    """Return True if a target is missed, and the other one would still be met by one of its ``replicas`` less.
+
+    There must be at least two.
+    """
+    return missed > 1 and other * replicas / (replicas - 1) <= ROOM
