@@ -307,7 +307,7 @@ class Leaves:
     @property
     def names(self) -> Collection[str]:
         """Names of leavers that are members."""
-        return {leaver.name for leaver in self._leavers.values() if leaver.stage is LeaveStage.DRAINING}
+        return {*self.draining}
 
     @property
     def parted(self) -> Collection[str]:
@@ -322,11 +322,10 @@ class Leaves:
         """Raise ConfigError if the remaining memory workers have too little free KV for the leavers' tokens."""
         placement = self._scheduler.placement
         going = [name for name in names if name in topology.capacities]
-        staying = (topology.capacities.keys() & placement.capacities.keys()) - placement.closed - set(going)
+        staying = topology.capacities.keys() - self.names - set(going)
         if not going:
             return
-        held = placement.held(going)
-        left = sum(placement.left(name) for name in staying)
+        held, left = placement.held(going), placement.left_on(staying)
         if held > left:
             hold = "holds" if len(going) == 1 else "hold"
             raise ConfigError(
@@ -349,10 +348,14 @@ class Leaves:
             self._scheduler.drain(name)
 
     @property
-    def ready(self) -> list[str]:
-        """Return members that hold no KV and may leave once no step in flight needs them."""
-        draining = [leaver for leaver in self._leavers.values() if leaver.stage is LeaveStage.DRAINING]
-        return [one.name for one in draining if one.role == "compute" or self._scheduler.is_drained(one.name)]
+    def draining(self) -> list[str]:
+        """Names of leavers that are members, in the order in which they began to leave."""
+        return [leaver.name for leaver in self._leavers.values() if leaver.stage is LeaveStage.DRAINING]
+
+    def are_drained(self, names: Collection[str]) -> bool:
+        """Return whether all these leavers hold no KV, so that they may leave once no step in flight needs them."""
+        holders = [name for name in names if self._leavers[name].role == "memory"]
+        return all(self._scheduler.is_drained(name) for name in holders)
 
     def part(self, name: str, change: int, others: Collection[str]) -> None:
         """Record that ``name`` is no member after topology change ``change``, which all ``others`` receive."""
@@ -378,9 +381,8 @@ class Leaves:
             others = {role for name in own.keys() - self.names for role in own[name]}
             if not own[leaver.name] <= others:
                 for name in topology.whole_replicas([leaver.name]):
-                    del self._leavers[name]
                     back.append(name)
-                    if leaver.role == "memory":
+                    if self._leavers.pop(name).role == "memory":
                         self._scheduler.resume(name)
         return back
 

@@ -104,8 +104,6 @@ class Pools:
         """Let the workers leave that an earlier engine was to let leave, if the others have room for their KV."""
         leaving = self._planner.unfinished_leaves(self._turning)
         try:
-            if self.topology.local and any(pool != "memory" for pool in leaving.values()):
-                require_single_workers(self._pipeline, "holds KV, and does not leave")
             self._leaves.validate_leave([*leaving], self.topology)
         except ConfigError as error:
             log.warning("the pools stay larger than an earlier engine was to make them: %s", error)
@@ -364,10 +362,12 @@ class Pools:
         for name in [] if self._joins.is_linking else list(self._turning):
             if name in self._turning and self._may_adopt(following := self._turned(name)):
                 self._turn_role(name, following)
-        for name in [] if self._joins.is_linking else self._leaves.ready:
+        for name in [] if self._joins.is_linking else self._leaves.draining:
             if name in self._turning or name not in self.topology.names:
                 continue
             leavers = self.topology.whole_replicas([name])
+            if not self._leaves.are_drained(leavers):
+                continue
             if self.topology.lacks(leavers) is not None:
                 continue  # a topology has members of both roles when one leaves: those that were lost come back first
             following = self._left(leavers)

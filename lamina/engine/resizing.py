@@ -76,8 +76,6 @@ class ResizePlanner:
         if any(growths.values()):
             self._check_links(sum(change.count for change in changes.values()))
         leaving = [name for names in leavers.values() for name in names if name not in turning]
-        if self.topology.local and any(self.topology.pool_of(name) != "memory" for name in leaving):
-            require_single_workers(self.pipeline, "holds KV, and does not leave")
         joining = list[tuple[Pool, Kinds]]()
         for pool, count in growths.items():
             each = together(pool, self.pipeline)

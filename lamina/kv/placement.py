@@ -164,6 +164,10 @@ class Placement:
         """Return the tokens reserved on these memory workers together, without those that will be released."""
         return sum(self.reserved[worker] - self.returning[worker] for worker in workers)
 
+    def left_on(self, workers: Collection[str]) -> int:
+        """Return the tokens for which these memory workers together have slots that are not reserved."""
+        return sum(self.left(worker) for worker in workers)
+
     def close(self, worker: str) -> None:
         """Place no more KV on a worker that leaves. ``lamina.schedule.moves`` moves the KV that it holds."""
         self.closed.add(worker)

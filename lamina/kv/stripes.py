@@ -270,6 +270,15 @@ class StripedPlacement(Placement):
         free = self._free({place: self.reserved[place] - self.returning[place] for place in self._parts})
         return -(-sum(self._slots[worker] - free[worker] for worker in workers) // self._shards.count)
 
+    def left_on(self, workers: Collection[str]) -> int:
+        free = self._free(self.reserved)
+        return sum(free[worker] for worker in workers) // self._shards.count
+
+    def together(self, workers: Collection[str]) -> int:
+        shared = sum(self._slots[worker] // self._shards.count for worker in workers if worker not in self._ranks)
+        own = [self.capacities[place] for place in self.local if all(one in workers for one, _ in self._parts[place])]
+        return shared + (sum(own) if self.lends else max(own, default=0))
+
     def is_empty(self, place: str) -> bool:
         return not self.stalled and not any(self.reserved[one] or self.sequences[one] for one in self.touching([place]))
 

@@ -232,7 +232,7 @@ class Admissions:
     def close(self, worker: str) -> None:
         """Drop a reservation on a memory worker to which the placement admits no more requests."""
         self._exhausted = False
-        if self._reserved is not None and not self._reserved.workers.isdisjoint(self._placement.touching([worker])):
+        if self._reserved is not None and not self._reserved.workers.isdisjoint(self._placement.places_on(worker)):
             self._reserved = None
 
     def steps_completed(self, steps: int) -> None:

@@ -483,5 +483,5 @@ class Residents:
         """Return whether no KV is on a worker or reserved there."""
         return not any(
             self._groups[place] or self._placement.idle[place] or self._placement.reserved[place]
-            for place in self._placement.touching([worker])
+            for place in self._placement.places_on(worker)
         )

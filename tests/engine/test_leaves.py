@@ -16,6 +16,7 @@ from lamina.control.liveness import MOST_WAIT_S, WINDOW_S, Restarts
 from lamina.control.messages import Change, Release
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, TransportError
+from lamina.core.heads import HeadShards
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import FIRST, Member, Pool, Role, Topology, may_run
 from lamina.engine.changes import Joiner, JoinStage, Leaves
@@ -23,6 +24,7 @@ from lamina.engine.members import Members
 from lamina.engine.pools import Pools, Resize
 from lamina.engine.replacements import RETRY_S
 from lamina.kv.placement import Placement
+from lamina.kv.stripes import placement
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import Turn
 from tests.support.bare_cluster import bare_cluster
@@ -537,3 +539,49 @@ def test_a_replica_that_holds_kv_stays_only_if_no_other_is_left(memories: int, l
     leaves = Leaves(Mock(), Mock(), Mock())
     leaves.begin_leave("compute1", topology)
     assert leaves.apply_topology(topology.without([lost])) == (["compute1"] if stays else [])
+
+
+def whole_replicas(stages: int = 1, ranks: int = 1) -> Topology:
+    """Return two replicas with local memory, of which only the workers of the first stage have capacities."""
+    pipeline = Pipeline(2 * stages, 2, stages=stages, ranks=ranks)
+    members = (
+        Member(f"compute{number}", "compute", "cpu", "", 30 * (pipeline.home(number) == number))
+        for number in range(2 * pipeline.workers)
+    )
+    return Topology(FIRST, tuple(members), pipeline)
+
+
+def test_a_replica_of_stages_leaves_once_its_first_stage_holds_no_kv() -> None:
+    topology = whole_replicas(stages=2)
+    pools = pools_of(topology, is_drained=False)
+    pools.resize({"compute": PoolChange(-2)}, Resize())
+    pools.turn(steady=True)
+    assert pools.states == {"compute2": "draining", "compute3": "draining"} and pools.topology == topology
+    cast(Mock, pools._turn.scheduler).is_drained = lambda name: True
+    pools.turn(steady=True)
+    assert pools.topology.computes == ("compute0", "compute1") and pools.topology.capacities == {"compute0": 30}
+
+
+def test_a_replica_of_stages_that_stays_after_all_takes_kv_again() -> None:
+    topology, scheduler_of_leaves = whole_replicas(stages=2), Mock()
+    leaves = Leaves(Mock(), Mock(), scheduler_of_leaves)
+    for name in ("compute3", "compute2"):  # the stage that segments do not name comes first
+        leaves.begin_leave(name, topology)
+    assert sorted(leaves.apply_topology(topology.without(["compute0", "compute1"]))) == ["compute2", "compute3"]
+    scheduler_of_leaves.resume.assert_called_once_with("compute2")
+
+
+def test_ranks_leave_only_if_the_local_memory_of_other_replicas_has_room() -> None:
+    topology, own = whole_replicas(ranks=2), ["compute2", "compute3"]
+    placed = placement("auto", topology.capacities, HeadShards(2, 2), None, topology)
+    leaves = Leaves(Mock(), Mock(), Mock(placement=placed, requests=[]))
+    first, second = sorted(placed.local)
+    placed.reserve_on(second, 40)
+    leaves.validate_leave(own, topology)
+    placed.reserve_on(first, 25)
+    with pytest.raises(ConfigError, match="hold 40 tokens, and the memory workers that stay have room for 35"):
+        leaves.validate_leave(own, topology)
+    placed.will_release(second, 40)
+    leaves = Leaves(Mock(), Mock(), Mock(placement=placed, requests=[Mock(tokens=61)]))
+    with pytest.raises(ConfigError, match="may need 61 KV tokens, and the memory workers that stay hold 60"):
+        leaves.validate_leave(own, topology)

@@ -1,6 +1,7 @@
 """Workers that join, leave and are replaced while requests run: every output is that of an undisturbed run."""
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -119,15 +120,25 @@ def test_workers_of_both_kinds_leave_and_what_they_hold_goes_on_elsewhere(
         engine.close()
 
 
-@pytest.mark.parametrize("parts", sweep({"ranks": "tensor_parallel", "stages": "pipeline_parallel"}, ["ranks"]))
+WHOLE: dict[str, dict[str, object]] = {
+    "ranks": {"tensor_parallel": 2},
+    "stages": {"pipeline_parallel": 2},
+    "ranks with local memory": {"tensor_parallel": 2, "memory": "local"},
+    "stages with local memory": {"pipeline_parallel": 2, "memory": "local"},
+    "stages with both": {"pipeline_parallel": 2, "memory": "local,cpu:1", "kv_tokens_per_worker": 16},
+}
+
+
+@pytest.mark.parametrize("parts", sweep(WHOLE, {"ranks", "stages with local memory"}))
 def test_replicas_of_several_workers_join_and_leave_as_a_whole(
-    parts: str,
+    parts: dict[str, object],
     checkpoint: Path,
     undisturbed: list[list[CompletionOutput]],
 ) -> None:
-    """The replica that joins decodes; then it leaves while requests run, and no process of it is left."""
+    """The replica that joins decodes; then it leaves while requests run, and no process of it is left. What it holds in
+    local memory is computed again by the other replica."""
     workers = Killable()
-    engine = launch(config(checkpoint, 2, 1, lanes=2, **{parts: 2}), workers=workers)
+    engine = launch(replace(config(checkpoint, 2, 1, lanes=2), **parts), workers=workers)  # type: ignore[arg-type]
     try:
         streams = Streams(engine, REQUESTS)
         assert sorted(engine.scale(compute=2).result(END_S)) == ["compute2", "compute3"]
@@ -146,6 +157,8 @@ def test_replicas_of_several_workers_join_and_leave_as_a_whole(
             engine.scale(compute=1).result(END_S)
         stats = engine.stats()
         assert stats.recoveries == stats.recomputed == 0 and engine.topology.epoch.number == 1
+        assert (stats.preempted > 0) == ("local" in str(parts.get("memory")))
+        wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")
     finally:
         engine.close()
 

@@ -308,8 +308,8 @@ class World:
                 pass
 
     def part(self) -> None:
-        for name in self.leaves.ready:
-            if self.topology.lacks([name]) is None:
+        for name in self.leaves.draining:
+            if self.leaves.are_drained([name]) and self.topology.lacks([name]) is None:
                 self.adopt(self.topology.left([name], self.topology.pipeline))
                 self.leaves.on_worker_lost(name)
                 del self.workers[name]
