@@ -12,6 +12,7 @@ import msgspec
 from lamina.cluster import locality, pool, sizing
 from lamina.cluster.bringup import Cluster, Saved, bring_up, greet, take_over
 from lamina.cluster.conversations import START_TIMEOUT_S, Launcher, OnProgress, Workers
+from lamina.cluster.degrees import parse_computes
 from lamina.cluster.joining import check_version
 from lamina.cluster.local_workers import LocalWorkers, SupervisedWorkers
 from lamina.cluster.pool import CUDA, LOCAL, REMOTE, Assigned, find_devices
@@ -121,6 +122,7 @@ def launch(
         receivers.append(partial(write_trace, Path(config.trace)))
     find_policy(config.policy, config.slo_ttft_ms, config.slo_tbt_ms)  # raises before anything is started
     sizing.require_limits(config, model, len(pools["compute"]))
+    sizing.require_division(config, model)
     sizing.require_room(config, model, pools["compute"], find_devices())
     trace = bool(receivers)
     if home is not None and home.saved is not None:
@@ -226,9 +228,9 @@ def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
     """Return the configured memory pool, or the default for the other settings. Raises ConfigError."""
     if config.ray is not None:
         known = _known_to_ray(config)
-        compute, memory = pool.parse_computes(config, known), pool.parse(config.memory or pool.CPU, [*known, LOCAL])
+        compute, memory = parse_computes(config, known), pool.parse(config.memory or pool.CPU, [*known, LOCAL])
     else:
-        compute = pool.parse_computes(config)
+        compute = parse_computes(config)
         bounds = {} if config.autoscale is None else pool.parse_bounds(config.autoscale)
         apart = (
             config.memory_cores is not None
@@ -251,7 +253,7 @@ def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools
             for role, kinds in _ray_kinds(config).items()
         }
     entries: dict[Role, tuple[pool.PoolEntry, ...]] = {
-        "compute": pool.parse_computes(config),
+        "compute": parse_computes(config),
         "memory": memory,
     }
     if config.listen is None and any(entry.kind == REMOTE for each in entries.values() for entry in each):
@@ -269,7 +271,7 @@ def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools
 def _ray_kinds(config: EngineConfig) -> dict[Role, list[str]]:
     known = _known_to_ray(config)
     memory = pool.parse(config.memory or pool.CPU, known)
-    return {"compute": pool.kinds(pool.parse_computes(config, known)), "memory": pool.kinds(memory)}
+    return {"compute": pool.kinds(parse_computes(config, known)), "memory": pool.kinds(memory)}
 
 
 def _known_to_ray(config: EngineConfig) -> list[str]:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -58,6 +59,7 @@ from lamina.control.messages import (
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, DeadlineError, TransportError, UnreachableError
 from lamina.core.heads import HeadShards
+from lamina.core.pipeline import Pipeline, Shape
 from lamina.core.topology import Epoch, Member, Pool, Role, Topology
 from lamina.core.types import Segment
 from lamina.dataplane.leases import messages, slot_rows
@@ -149,12 +151,14 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     """
     gather, local = Gather(control, workers, on_progress), plan.with_slabs
     with tempfile.TemporaryDirectory(prefix="lamina-") as folder:
-        for number, (name, pool) in enumerate(plan.pools.items()):
-            control.send([name], part_setup(plan, number, plan.greetings[name], folder, pool))
-        loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
+        numbers = Counter[Pool]()
+        for name, pool in plan.pools.items():
+            control.send([name], part_setup(plan, numbers[pool], plan.greetings[name], folder, pool))
+            numbers[pool] += 1
+        models = gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S)
+    loaded = _same(plan, models)
     plan = _without_impossible_rotation(plan, len(loaded.attentions) + 1)
-    if plan.pipeline.stages > 1:
-        plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, starts=loaded.starts))
+    plan = dataclasses.replace(plan, pipeline=_with_starts(plan, models))
     holders = [*local, *plan.memories]
     scratch = converse(gather, _scratch(control, plan, loaded, holders))
     setup = plan.memory_setup(loaded, _shards(plan, loaded).count)
@@ -198,8 +202,8 @@ def _scratch(
 
 def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
     """Return how heads are sharded. Raises ConfigError if memory workers must share heads and cannot."""
-    shards = HeadShards.for_model(loaded.attentions, plan.compute_setup.head_workers, plan.pipeline.ranks)
-    if plan.compute_setup.local and (sharers := shards.sharers(plan.pipeline.ranks)) > 1:
+    shards = HeadShards.for_model(loaded.attentions, plan.compute_setup.head_workers, *plan.compute_setup.degrees)
+    if plan.compute_setup.local and (sharers := shards.sharers(plan.pipeline.most_ranks)) > 1:
         raise ConfigError(
             f"{sharers} ranks of a replica share each of the {shards.heads} KV heads, which local memory would have to "
             f"hold {sharers} times; give --tensor-parallel {shards.heads} at most, or memory workers"
@@ -214,10 +218,28 @@ def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
 
 
 def _same(plan: ClusterPlan, loaded: Mapping[str, ModelLoaded]) -> ModelLoaded:
-    first = plan.computes[0]
-    for name in plan.computes[1:]:
-        check_same_model(plan, loaded[first], loaded[name], name, plan.greetings[name].machine)
-    return loaded[first]
+    firsts = dict[Pool, ModelLoaded]()  # replicas of two pools may have other stages, so that they begin elsewhere
+    for name, pool in plan.pools.items():
+        first = firsts.setdefault(pool, loaded[name])
+        starts = first.starts
+        check_same_model(plan, loaded[plan.computes[0]], starts, loaded[name], name, plan.greetings[name].machine)
+    return msgspec.structs.replace(
+        loaded[plan.computes[0]], context_nbytes=max(one.context_nbytes for one in firsts.values())
+    )
+
+
+def _with_starts(plan: ClusterPlan, loaded: Mapping[str, ModelLoaded]) -> Pipeline:
+    """Return the pipeline with the first slice of each stage."""
+    starts = {pool: loaded[name].starts for name, pool in plan.pools.items()}
+
+    def begun(shape: Shape, pool: Pool) -> Shape:
+        return dataclasses.replace(shape, starts=starts.get(pool, ())) if shape.stages > 1 else shape
+
+    pipeline = plan.pipeline
+    early = pipeline.prefill_shape
+    if early is None:
+        return dataclasses.replace(pipeline, shape=begun(pipeline.shape, "compute"))
+    return dataclasses.replace(pipeline, shape=begun(pipeline.shape, "compute"), prefill_shape=begun(early, "prefill"))
 
 
 def _without_impossible_rotation(plan: ClusterPlan, slices: int) -> ClusterPlan:
@@ -244,9 +266,9 @@ def _fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup:
     """Return the fabric of a plan whose workers have sent their greetings."""
     pipeline, rows = plan.pipeline, plan.compute_setup.rows
     may_move = any(one.rotates for one in (pipeline.first_arrangement, *pipeline.choices))
-    context_nbytes = loaded.context_nbytes if may_move or pipeline.stages > 1 else 0
+    context_nbytes = loaded.context_nbytes if may_move or pipeline.most_stages > 1 else 0
     sizes = messages(
-        loaded.attentions, loaded.dtype, rows, context_nbytes, pipeline.ranks, _links(plan), pipeline.lends
+        loaded.attentions, loaded.dtype, rows, context_nbytes, pipeline.most_ranks, _links(plan), pipeline.lends
     )
     fabric = Fabric(workers, plan, loaded, setup, sizes)
     for name, hello in plan.greetings.items():
@@ -364,7 +386,7 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
 def _stuck(topology: Topology) -> set[str]:
     """Return the ranks that cannot leave a sum, and are lost if they have not run all their steps in time."""
     computes = (member for member in topology.members if member.role == "compute")
-    return {member.name for member in computes if topology.pipeline.ranks > 1 and member.kind not in (CPU, REMOTE)}
+    return {one.name for one in computes if len(topology.ranks_of(one.name)) > 1 and one.kind not in (CPU, REMOTE)}
 
 
 def kept_of(reports: Mapping[str, Recalled], topology: Topology) -> list[Computed]:

@@ -152,7 +152,7 @@ class Fabric:
 
     def _between_computes(self, order: Pipeline, near: int, far: int) -> SlotSizes | None:
         """Return the slots of two compute workers, given their numbers in the pipeline; None if they need no link."""
-        if near // order.ranks == far // order.ranks:
+        if far in order.ranks_at(near):
             return SlotSizes(self.sizes.sums, self.sizes.sums)
         context = self.sizes.context
         return SlotSizes(context, context) if context and order.exchanges(near, far) else None
@@ -181,15 +181,20 @@ def check_version(name: str, hello: Hello) -> None:
         )
 
 
-def check_same_model(plan: ClusterPlan, first: ModelLoaded, other: ModelLoaded, name: str, machine: str) -> None:
-    """Raise ConfigError unless worker ``name``, on ``machine``, has loaded what the first compute worker has."""
+def check_same_model(
+    plan: ClusterPlan, first: ModelLoaded, starts: Sequence[int], other: ModelLoaded, name: str, machine: str
+) -> None:
+    """Raise ConfigError unless worker ``name``, on ``machine``, has loaded what the first compute worker has.
+
+    ``starts``: First slice of each stage of its pool's replicas.
+    """
     path, on = plan.compute_setup.model, plan.greetings[plan.computes[0]].machine
     if other.digest != first.digest:
         raise ConfigError(
             f"the checkpoint in {path} differs: {name} on {machine} has digest {other.digest}, {on} has "
             f"{first.digest}. Copy the same files to all machines"
         )
-    if (other.attentions, other.dtype, other.starts) != (first.attentions, first.dtype, first.starts):
+    if (other.attentions, other.dtype, other.starts) != (first.attentions, first.dtype, starts):
         raise ConfigError(
             f"{name} on {machine} has split {path} into other slices than {on}; install the same packages on all "
             "machines"
@@ -201,23 +206,23 @@ def part_setup(plan: ClusterPlan, number: int, hello: Hello, folder: str, pool: 
 
     Args:
         plan: The cluster's plan.
-        number: Number of the worker, counted over all replicas that are set up together.
+        number: Number of the worker, counted over all replicas of its pool that are set up together.
         hello: The worker's greeting.
         folder: Folder on the engine's machine, in which the ranks of each stage share a rendezvous file.
         pool: Pool of the worker.
     """
-    ranks, stages = plan.pipeline.ranks, plan.pipeline.stages
-    stage, rank = divmod(number, ranks)
+    shape = plan.pipeline.shape_in(pool)
+    stage, rank = divmod(number, shape.ranks)
     return msgspec.structs.replace(
         plan.compute_setup,
         threads=plan.threads("compute", hello),
         local=plan.has_slab(pool),
         scratch=plan.has_scratch(pool),
-        meeting=f"{folder}/stage{stage}",
+        meeting=f"{folder}/{pool}{stage}",
         rank=rank,
-        ranks=ranks,
-        stage=stage % stages,
-        stages=stages,
+        ranks=shape.ranks,
+        stage=stage % shape.stages,
+        stages=shape.stages,
     )
 
 
@@ -312,7 +317,8 @@ def _load(
             control.send([name], part_setup(plan, number, hello, folder, pool))
         loaded: dict[str, ModelLoaded] = yield Ask(ModelLoaded, names, LOAD_TIMEOUT_S)
     for name, hello in greeted:
-        check_same_model(plan, fabric.loaded, loaded[name], name, hello.machine)
+        starts = plan.pipeline.shape_in(pool).starts or (0,)
+        check_same_model(plan, fabric.loaded, starts, loaded[name], name, hello.machine)
 
 
 def _make_slab(

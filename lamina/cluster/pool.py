@@ -10,7 +10,6 @@ from typing import NamedTuple, get_args
 
 import psutil
 
-from lamina.config.engine_config import EngineConfig
 from lamina.config.environment import environment
 from lamina.core.errors import ConfigError
 from lamina.core.topology import Pool, Role
@@ -233,13 +232,9 @@ def memory_pool(text: str | None, compute: tuple[PoolEntry, ...], apart: bool) -
 
 
 def size(text: str | None) -> int:
-    """Return the number of workers in a pool that ``parse`` accepts; 0 for None."""
-    return 0 if text is None else sum(int(part.partition(":")[2] or 1) for part in text.split(","))
-
-
-def parse_computes(config: EngineConfig, known: list[str] | None = None) -> tuple[PoolEntry, ...]:
-    """Return the workers that hold weights, the prefill pool first. Raises ConfigError if a pool is malformed."""
-    return tuple(entry for text in (config.prefill, config.compute) if text is not None for entry in parse(text, known))
+    """Return the number of workers in a pool that ``parse`` accepts, with or without degrees; 0 for None."""
+    workers, _, _ = (text or "").partition("/")
+    return sum(int(part.partition(":")[2] or 1) for part in workers.split(",") if part)
 
 
 def kinds(pool: tuple[PoolEntry, ...]) -> list[str]:
@@ -309,6 +304,8 @@ def _is_kind(device: str, kind: str) -> bool:
 
 def _parse_entry(part: str, text: str, known: list[str], default_count: int) -> PoolEntry:
     match = _ENTRY.fullmatch(part.strip().lower())
+    if "/" in part:
+        raise ConfigError(f"pool {text!r} has degrees; only --prefill and --compute of `lamina launch` take them")
     if match is None:
         what = repr(part.strip()) if part.strip() else "an empty entry"
         raise ConfigError(f"pool {text!r} contains {what}; {_GRAMMAR}")

@@ -6,9 +6,11 @@ Ranges of single settings are in ``lamina.config.engine_config``; the model's ow
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lamina.cluster.degrees import Replicas, replicas, shapes
 from lamina.cluster.pool import CPU, LOCAL, REMOTE, parse_bounds, size
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
+from lamina.core.pipeline import Shape
 from lamina.core.topology import Pool
 
 
@@ -63,63 +65,63 @@ def _bounds(config: EngineConfig) -> dict[Pool, tuple[int, int]]:
 
 
 def _of_replicas(config: EngineConfig, computes: Sequence[str]) -> Iterator[Refusal]:
-    ranks, stages, count = config.tensor_parallel, config.pipeline_parallel, len(computes)
-    if count % (ranks * stages):
-        divided = {f"tensor_parallel {ranks}": ranks, f"pipeline_parallel {stages}": stages}
-        given = " and ".join(name for name, of in divided.items() if of > 1)
-        product = f"{ranks} x {stages} = " if min(ranks, stages) > 1 else ""
+    (early, late), prefills = shapes(config), size(config.prefill)
+    if prefills:
+        yield from _of_pool("prefill", early, computes[:prefills])
+    yield from _of_pool("compute", late, computes[prefills:])
+    if "compute" in _bounds(config) and late.workers > 1:
         yield Refusal(
-            f"{given} with {count} compute worker{'s' * (count > 1)}",
-            f"a replica has {product}{ranks * stages} compute workers, and {count} is no multiple of that",
-            f"give --compute a multiple of {ranks * stages}",
-        )
-    for first in range(0, count, ranks):
-        kinds = dict.fromkeys(computes[first : first + ranks])
-        if len(kinds) > 1:
-            yield Refusal(
-                f"tensor_parallel {ranks} of {' and '.join(kinds)}",
-                "kinds round differently, so ranks could choose different experts for a token",
-                f"give --compute a multiple of {ranks} of each kind",
-            )
-    bounds = _bounds(config)
-    if "compute" in bounds and ranks * stages > 1:
-        yield Refusal(
-            f"autoscale {config.autoscale} and replicas of {ranks * stages} compute workers",
+            f"autoscale {config.autoscale} and replicas of {late.workers} compute workers",
             "autoscaling adds and removes single workers, and a part of a replica cannot serve",
             "autoscale only memory, and scale compute by lamina scale",
         )
 
 
+def _of_pool(pool: Pool, shape: Shape, kinds: Sequence[str]) -> Iterator[Refusal]:
+    """Yield the refusals of a pool whose replicas have a shape. ``kinds``: Kind of each of its workers."""
+    (ranks, stages), count = (shape.ranks, shape.stages), len(kinds)
+    if count % shape.workers:
+        divided = {f"tensor_parallel {ranks}": ranks, f"pipeline_parallel {stages}": stages}
+        given = " and ".join(name for name, of in divided.items() if of > 1)
+        product = f"{ranks} x {stages} = " if min(ranks, stages) > 1 else ""
+        yield Refusal(
+            f"{given} with {count} {pool} worker{'s' * (count > 1)}",
+            f"a replica has {product}{shape.workers} compute workers, and {count} is no multiple of that",
+            f"give --{pool} a multiple of {shape.workers}",
+        )
+    for first in range(0, count, ranks):
+        found = dict.fromkeys(kinds[first : first + ranks])
+        if len(found) > 1:
+            yield Refusal(
+                f"tensor_parallel {ranks} of {' and '.join(found)}",
+                "kinds round differently, so ranks could choose different experts for a token",
+                f"give --{pool} a multiple of {ranks} of each kind",
+            )
+
+
 def _of_lanes(config: EngineConfig, computes: int) -> Iterator[Refusal]:
-    stages = config.pipeline_parallel
-    replicas = max(1, computes // (config.tensor_parallel * stages))
-    lanes, rotates, prefill = config.lanes, config.pipelining == "rotational", size(config.prefill)
+    made, lanes, rotates = replicas(config, computes), config.lanes, config.pipelining == "rotational"
+    stages = made.most_stages
     if rotates and stages > 1:
         yield Refusal(
             f"pipelining rotational and pipeline_parallel {stages}",
             "with stages, a lane stays on its replica, and cannot rotate over all",
         )
-    elif rotates and lanes not in (None, replicas + 1):
+    elif rotates and lanes not in (None, made.count + 1):
         yield Refusal(
             f"pipelining rotational and lanes {lanes}",
-            f"rotation needs one lane more than replicas ({replicas})",
-            f"give lanes {replicas + 1}, or leave it out",
+            f"rotation needs one lane more than replicas ({made.count})",
+            f"give lanes {made.count + 1}, or leave it out",
         )
-    if lanes is not None and lanes < replicas * stages:
+    if lanes is not None and lanes < made.count * stages:
         of, place = (f" of {stages} stages", "stage") if stages > 1 else ("", "replica")
         yield Refusal(
-            f"lanes {lanes} with {replicas} replicas{of}",
+            f"lanes {lanes} with {made.count} replicas{of}",
             f"a lane runs on one {place} at a time, so at least one {place} would always be idle",
-            f"give lanes at least {replicas * stages}, or fewer compute workers",
+            f"give lanes at least {made.count * stages}, or fewer compute workers",
         )
-    yield from _of_balanced_roles(config, replicas)
-    if prefill % (config.tensor_parallel * stages):
-        yield Refusal(
-            f"prefill {config.prefill}",
-            f"a replica has {config.tensor_parallel * stages} compute workers, and {prefill} is no multiple of that",
-            f"give --prefill a multiple of {config.tensor_parallel * stages}",
-        )
-    if prefill and rotates:
+    yield from _of_balanced_roles(config, made)
+    if config.prefill is not None and rotates:
         yield Refusal(
             f"prefill {config.prefill} and pipelining rotational",
             "rotating lanes visit all replicas, so none can be kept for prompts",
@@ -127,11 +129,17 @@ def _of_lanes(config: EngineConfig, computes: int) -> Iterator[Refusal]:
         )
 
 
-def _of_balanced_roles(config: EngineConfig, replicas: int) -> Iterator[Refusal]:
+def _of_balanced_roles(config: EngineConfig, made: Replicas) -> Iterator[Refusal]:
     bounds = _bounds(config)
     if "prefill" not in bounds:
         return
-    given, workers = f"autoscale {config.autoscale}", config.tensor_parallel * config.pipeline_parallel
+    given, workers = f"autoscale {config.autoscale}", made.late.workers
+    if made.early != made.late:
+        yield Refusal(
+            f"{given}, prefill {config.prefill} and compute {config.compute}",
+            "a replica that changes its role keeps its ranks and stages, and those of the two pools differ",
+            "give both pools the same degrees, or leave prefill out of autoscale",
+        )
     if config.slo_ttft_ms is None or config.slo_tbt_ms is None:
         yield Refusal(
             f"{given} without slo_ttft_ms and slo_tbt_ms",
@@ -144,9 +152,9 @@ def _of_balanced_roles(config: EngineConfig, replicas: int) -> Iterator[Refusal]
             "a replica changes its role as a whole",
             f"give multiples of {workers}",
         )
-    if bounds["prefill"][0] // workers >= replicas:
+    if bounds["prefill"][0] // workers >= made.count:
         yield Refusal(
-            f"{given} with {replicas} replicas",
+            f"{given} with {made.count} replicas",
             "replicas change their role, and at least one must always decode",
             f"give --compute {(1 + bounds['prefill'][0] // workers) * workers} compute workers",
         )
@@ -159,7 +167,7 @@ def _of_balanced_roles(config: EngineConfig, replicas: int) -> Iterator[Refusal]
 
 
 def _of_placement(config: EngineConfig) -> Iterator[Refusal]:
-    partition, ranks = config.partition, config.tensor_parallel
+    partition, ranks = config.partition, max(shape.ranks for shape in shapes(config))
     balances = config.balance not in ("auto", "off")
     if ranks > 1:
         parallel = f"tensor_parallel {ranks}"
@@ -230,10 +238,11 @@ def refusals_of_prompt_attention(config: EngineConfig, computes: int, memories: 
             "every replica attends to the KV in its own memory, so a copy of a prompt's KV there has no effect",
             "leave out prompt_attention, or use memory workers, such as --memory cpu:1",
         )
-    if config.pipelining == "rotational" and computes > config.tensor_parallel:
+    count = computes // shapes(config)[1].ranks
+    if config.pipelining == "rotational" and count > 1:
         yield Refusal(
             "prompt_attention compute and pipelining rotational",
-            f"lanes rotate over {computes // config.tensor_parallel} replicas, and a copy of a prompt's KV is on one",
+            f"lanes rotate over {count} replicas, and a copy of a prompt's KV is on one",
             "leave out pipelining, or prompt_attention",
         )
 
@@ -245,8 +254,14 @@ KEEP_ROLE = (
 
 
 def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> Iterator[Refusal]:
-    given, stages = f"memory {','.join(memories)}", config.pipeline_parallel
-    several_replicas = len(computes) > config.tensor_parallel * stages
+    given, made = f"memory {','.join(memories)}", replicas(config, len(computes))
+    stages, ranks = made.most_stages, made.most_ranks
+    if made.early != made.late:
+        yield Refusal(
+            f"{given}, prefill {config.prefill} and compute {config.compute}",
+            "replicas with local memory get the K and V of prompts from the same ranks and stages of other replicas",
+            "give both pools the same degrees, or use memory workers, such as --memory cpu:1",
+        )
     if REMOTE in computes or config.ray is not None:
         yield Refusal(
             f"{given} with compute workers of other machines",
@@ -259,15 +274,15 @@ def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Se
             "stages attend to the local memory of their own replica, so that a request decodes where its prompt runs",
             "use memory workers, such as --memory cpu:1",
         )
-    if several_replicas and config.pipelining == "rotational":
+    if made.count > 1 and config.pipelining == "rotational":
         yield Refusal(
             f"{given} and pipelining rotational",
             "a lane stays on the replica that has the KV of its requests",
             "leave out pipelining",
         )
-    if config.tensor_parallel > 1 and not set(computes) <= {CPU}:
-        yield from _of_ranks_on_gpus(config, given, memories)
-    if several_replicas and config.partition == "head":
+    if ranks > 1 and not set(computes) <= {CPU}:
+        yield from _of_ranks_on_gpus(config, given, memories, ranks)
+    if made.count > 1 and config.partition == "head":
         yield Refusal(
             f"{given} of {len(computes)} compute workers and partition head",
             "the heads of a request stay on one replica, which attends to most KV without messages",
@@ -275,10 +290,10 @@ def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Se
         )
 
 
-def _of_ranks_on_gpus(config: EngineConfig, given: str, memories: Sequence[str]) -> Iterator[Refusal]:
+def _of_ranks_on_gpus(config: EngineConfig, given: str, memories: Sequence[str], count: int) -> Iterator[Refusal]:
     """Yield the refusals of tensor-parallel replicas on GPUs that hold KV: they attend for others one way at most
-    (``Pipeline.one_way``). ``given``: the memory pool in words."""
-    ranks, bounds = f"tensor_parallel {config.tensor_parallel}", _bounds(config)
+    (``Pipeline.one_way``). ``given``: the memory pool in words. ``count``: Ranks of a replica."""
+    ranks, bounds = f"tensor_parallel {count}", _bounds(config)
     if "prefill" in bounds:
         yield Refusal(
             f"{given}, {ranks} and autoscale {config.autoscale}",

@@ -151,8 +151,12 @@ def scratch_tokens(plan: ClusterPlan, loaded: ModelLoaded, nbytes: Mapping[str, 
 
 
 def _token_nbytes(plan: ClusterPlan, loaded: ModelLoaded) -> int:
-    """Return the bytes of one token's K and V on the rank and stage that have most of them."""
+    """Return the bytes of one token's K and V on the rank and stage that have most of them, of any replica."""
     element = KvElement.from_setting(plan.config.kv_cache_dtype, loaded.dtype)
-    ranks, stops = plan.pipeline.ranks, [*loaded.starts[1:], len(loaded.attentions)]
-    each = [math.ceil(spec.slab_bytes_per_token(element) / min(ranks, spec.kv_heads)) for spec in loaded.attentions]
-    return max(1, *(sum(each[start:stop]) for start, stop in zip(loaded.starts, stops, strict=True)))
+    most = 1
+    for shape in plan.pipeline.shapes:
+        starts = shape.starts or (0,)
+        each = [spec.slab_bytes_per_token(element) / min(shape.ranks, spec.kv_heads) for spec in loaded.attentions]
+        stops = *starts[1:], len(each)
+        most = max(most, *(sum(map(math.ceil, each[start:stop])) for start, stop in zip(starts, stops, strict=True)))
+    return most

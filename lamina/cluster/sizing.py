@@ -9,11 +9,14 @@ from dataclasses import dataclass
 import msgspec
 
 from lamina.cluster.conversations import START_TIMEOUT_S
+from lamina.cluster.degrees import replicas, shapes
 from lamina.cluster.pool import CPU, CUDA, PLACE_S, Assigned, Devices, size
 from lamina.config.engine_config import EngineConfig, overcommit
 from lamina.control.messages import ComputeSetup, Hello, MemorySetup, ModelLoaded
 from lamina.core.errors import ConfigError
+from lamina.core.heads import require_shared_heads
 from lamina.core.pipeline import Arrangement, Pipeline
+from lamina.core.stages import require_slices
 from lamina.core.topology import Pool, Role
 from lamina.core.types import DType, Overlap
 from lamina.dataplane.leases import SLOTS
@@ -87,8 +90,10 @@ def _parse_cores(text: str) -> set[int]:
 
 def pipeline(config: EngineConfig, computes: int, shared: bool, local: bool = False) -> Pipeline:
     """Return the lanes of a cluster, see ``_lanes``; those of a prefill pool's replicas only run prompts."""
-    made = _lanes(config, computes, shared, local)
-    return made.with_replicas(made.replicas, size(config.prefill) // made.workers)
+    pools = replicas(config, computes)
+    made = _lanes(config, pools.count, pools.most_stages, shared, local)
+    early = None if pools.early == pools.late else pools.early
+    return dataclasses.replace(made, shape=pools.late, prefill_shape=early).with_replicas(pools.count, pools.prefill)
 
 
 def fit_lanes(config: EngineConfig, computes: int) -> EngineConfig:
@@ -96,13 +101,14 @@ def fit_lanes(config: EngineConfig, computes: int) -> EngineConfig:
     since ``refusals`` compared ``lanes`` with those of the start."""
     if config.lanes is None:
         return config
-    least = computes // config.tensor_parallel
+    made = replicas(config, computes)
+    least = made.count * made.most_stages
     lanes = least + 1 if config.pipelining == "rotational" else max(config.lanes, least)
     return dataclasses.replace(config, lanes=lanes)
 
 
-def _lanes(config: EngineConfig, computes: int, shared: bool, local: bool) -> Pipeline:
-    """Return the lanes for ``computes`` compute workers, and their order. The settings must have no ``refusals``.
+def _lanes(config: EngineConfig, count: int, stages: int, shared: bool, local: bool) -> Pipeline:
+    """Return the lanes for ``count`` replicas of ``stages``, and their order. The settings must have no ``refusals``.
 
     ``config.lanes``, if given, is the number of lanes. Otherwise rotational pipelining gives one lane more than
     replicas, also on shared cores. With other pipelining, the engine chooses while it runs: 1 to ``LANES_PER_STAGE``
@@ -113,25 +119,24 @@ def _lanes(config: EngineConfig, computes: int, shared: bool, local: bool) -> Pi
 
     Args:
         config: The settings.
-        computes: Number of compute workers.
+        count: Number of replicas.
+        stages: Stages of those that have most.
         shared: Whether both pools run on the same cores, or there are no memory workers.
         local: Whether compute workers hold KV, so that lanes stay on the replica that has it.
     """
-    ranks, stages = config.tensor_parallel, config.pipeline_parallel
-    replicas = computes // (ranks * stages)
-    units = replicas * stages
-    stays = config.prompt_attention == "compute" and replicas > 1
+    units = count * stages
+    stays = config.prompt_attention == "compute" and count > 1
     may_rotate = stages == 1 and config.pipelining != "fixed" and not local and not stays
     if config.lanes is None and not shared and config.pipelining != "rotational":
         most = SLOTS if config.polling == "device" else LANES_PER_STAGE  # see lamina.memory.device_steps
         choices = [Arrangement(each * units) for each in (2, 1, *range(3, most + 1))]
-        if may_rotate and replicas > 1 and config.polling != "device":
-            choices.append(Arrangement(replicas + 1, rotates=True))
-        return Pipeline(most * units, replicas, choices=tuple(choices), ranks=ranks, stages=stages)
+        if may_rotate and count > 1 and config.polling != "device":
+            choices.append(Arrangement(count + 1, rotates=True))
+        return Pipeline(most * units, count, choices=tuple(choices))
     default = units + 1 if stages == 1 and config.pipelining == "rotational" else units
     lanes = config.lanes or default
-    rotates = may_rotate and (lanes == replicas + 1 or config.pipelining == "rotational")
-    return Pipeline(lanes, replicas, rotates, ranks=ranks, stages=stages)
+    rotates = may_rotate and (lanes == count + 1 or config.pipelining == "rotational")
+    return Pipeline(lanes, count, rotates)
 
 
 def boot_id(host: str) -> str:
@@ -241,7 +246,7 @@ class ClusterPlan:
     @property
     def pools(self) -> dict[str, Pool]:
         """The pool of each compute worker, by number."""
-        prefills = self.pipeline.prefill * self.pipeline.workers
+        prefills = self.pipeline.workers_in(self.pipeline.prefill).start
         return {name: "prefill" if number < prefills else "compute" for number, name in enumerate(self.computes)}
 
     @property
@@ -284,7 +289,8 @@ class ClusterPlan:
             head_shards=shards,
             overcommit=overcommit(config),
             spill_dir="" if config.kv_spill_dir is None else os.path.abspath(config.kv_spill_dir),
-            ranks=self.pipeline.ranks,
+            ranks=self.pipeline.most_ranks,
+            least_ranks=min(shape.ranks for shape in self.pipeline.shapes),
             forgets=overcommit(config) == 1,  # blocks on disks have all tokens of all layers
             polling=config.polling,
             gpu_share=asked.gpu_share,
@@ -304,12 +310,14 @@ def local_setup(setup: MemorySetup, pipeline: Pipeline, computes: Sequence[str],
         name: One of them.
     """
     own = msgspec.structs.replace(setup, overlap=Overlap(), overcommit=1.0, polling="host")
-    if pipeline.stages == 1:
+    shape = pipeline.shape  # local memory is on replicas of the same shape
+    if shape.stages == 1:
         return own
     number, layers = computes.index(name), len(setup.attentions)
-    stage = number // pipeline.ranks % pipeline.stages
-    start, stop = (min(each, layers) for each in (*pipeline.starts, layers)[stage : stage + 2])
-    return msgspec.structs.replace(own, home=computes[pipeline.home(number)], layers=(start, stop))
+    stage = number // shape.ranks % shape.stages
+    start, stop = (min(each, layers) for each in (*shape.starts, layers)[stage : stage + 2])
+    home = number // shape.workers * shape.workers + number % shape.ranks
+    return msgspec.structs.replace(own, home=computes[home], layers=(start, stop))
 
 
 def cluster_plan(
@@ -347,6 +355,7 @@ def cluster_plan(
         trace=trace,
         head_workers=head_workers(config.partition, len(kinds["memory"])),
         local=local,
+        degrees=tuple(shape.ranks for shape in order.shapes),
         sequences=bounds.max_sequences,
         quantization=config.quantization,
         activation_dtype=config.activation_dtype,
@@ -370,7 +379,7 @@ def uses_scratch(config: EngineConfig, pipeline: Pipeline, kinds: Mapping[Role, 
         return config.prompt_attention == "compute"
     if not kinds["memory"]:
         return True
-    alone = (pipeline.prefill or pipeline.replicas) == 1 and pipeline.stages == 1
+    alone = (pipeline.prefill or pipeline.replicas) == 1 and pipeline.shape_of(0).stages == 1
     faster = CPU not in kinds["compute"].values() and set(kinds["memory"].values()) == {CPU}
     return alone and (pipeline.prefill > 0 or faster)
 
@@ -381,9 +390,9 @@ def with_lending(order: Pipeline, kinds: Collection[str]) -> Pipeline:
     The ranks of a replica on GPUs wait for each other in sums, where they serve no request. They may attend for
     replicas that never attend for them. Replicas of stages do not attend for each other.
     """
-    if order.stages > 1:
+    if order.most_stages > 1:
         return order
-    both = order.ranks == 1 or set(kinds) <= {CPU}
+    both = order.most_ranks == 1 or set(kinds) <= {CPU}
     apart = order.prefill > 0
     return dataclasses.replace(order, lends=both or apart, one_way=apart and not both)
 
@@ -391,6 +400,18 @@ def with_lending(order: Pipeline, kinds: Collection[str]) -> Pipeline:
 def require_limits(config: EngineConfig, model: ModelDirectory, computes: int) -> None:
     """Raise ConfigError if the model rules out the settings' bounds of steps and requests."""
     limits(config, model, pipeline(config, computes, shared=False))
+
+
+def require_division(config: EngineConfig, model: ModelDirectory) -> None:
+    """Raise ConfigError if the ranks or stages of a pool cannot divide the model, as far as its config states.
+
+    Workers that have loaded the model check the rest.
+    """
+    pools, layers = shapes(config), model.text_config.get("num_hidden_layers")
+    if isinstance(layers, int):
+        require_slices(layers + 1, max(shape.stages for shape in pools))
+    if (heads := model.kv_heads) is not None:
+        require_shared_heads([heads], [shape.ranks for shape in pools])
 
 
 def require_room(
@@ -406,11 +427,14 @@ def require_room(
     """
     if config.ray is not None:
         return
-    workers = config.tensor_parallel * config.pipeline_parallel
+    (early, late), prefills = shapes(config), size(config.prefill)
     nbytes = least_weight_nbytes(config, model)
-    of = f" / {workers}" if workers > 1 else ""
-    for name, (kind, device) in computes.items():
+    in_ram = [0, 0]
+    for number, (name, (kind, device)) in enumerate(computes.items()):
+        workers = (early if number < prefills else late).workers
+        of = f" / {workers}" if workers > 1 else ""
         own, _, index = device.partition(":")
+        in_ram[number >= prefills] += bool(device) and own != CUDA
         memory = devices.gpu_bytes[int(index)] if own == CUDA else None
         if memory is not None and nbytes / workers > memory:
             raise ConfigError(
@@ -418,8 +442,8 @@ def require_room(
                 f"{nbytes / 1e9:.1f}{of} GB: raise tensor_parallel or pipeline_parallel, "
                 f"{_rounding(config, model) or 'or '}use GPUs with more memory"
             )
-    in_ram = sum(bool(device) and not device.startswith(CUDA) for _, device in computes.values())
-    if (held := nbytes * min(in_ram, workers) / workers) > devices.ram_bytes:
+    shares = (min(count, shape.workers) / shape.workers for count, shape in zip(in_ram, (early, late), strict=True))
+    if (held := nbytes * max(shares)) > devices.ram_bytes:
         raise ConfigError(
             f"this machine has {devices.ram_bytes / 1e9:.1f} GB of memory, and the weights of {model.name} take at "
             f"least {held / 1e9:.1f} GB: {_rounding(config, model)}divide the model over machines by "

@@ -83,6 +83,7 @@ class StepExchange:
         share: LocalShare | None = None,
         rank: Rank = ONLY,
         scratch: ScratchShare | None = None,
+        door: int | None = None,
     ) -> None:
         """Plan the exchange.
 
@@ -97,13 +98,14 @@ class StepExchange:
             share: the part of the step in this worker's own memory.
             rank: this worker's place in the replica. Tensors have its heads only.
             scratch: the step's prompts in this worker's scratch memory.
+            door: lane of the requests, ``Pipeline.door`` of this rank; None: the plan's lane.
         """
         self.rows = rows
         self._shards = own = shards.of_rank(rank.count)
         self._carrier = carrier
         self._mail = mail
         self._lane, self._turn = plan.lane, plan.turn
-        lane = plan.lane * rank.count + rank.number  # to memory workers, each rank is a lane of its own
+        lane = plan.lane if door is None else door
         self._dtype = carrier.dtype
         self._total = plan.row_count
         self._chunks = _plan_chunks(plan)

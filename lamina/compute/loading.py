@@ -52,7 +52,7 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
     place = _find_model(control, setup, tell)
     prepared = prepare(place, setup.dtype, lambda: tell("splitting", 0, 1), device.target, ranks.rank)
     tell("splitting", 1, 1)
-    shards = HeadShards.for_model(prepared.lowered.whole, setup.head_workers, setup.ranks)
+    shards = HeadShards.for_model(prepared.lowered.whole, setup.head_workers, *setup.degrees)
     starts = divide(_slice_weights(prepared), setup.stages)
     stops = *starts[1:], len(prepared.lowered.parts)
     part = prepared.lowered.stage(range(starts[setup.stage], stops[setup.stage]))

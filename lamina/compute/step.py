@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,9 +13,9 @@ import torch
 from lamina.compute.device.base import Partial, Rows, Runner, Sums, WholeSteps, pad
 from lamina.compute.exchange import StepExchange
 from lamina.compute.mail import Mail
-from lamina.control.messages import StepDone
+from lamina.control.messages import Connect, StepDone
 from lamina.control.timeline import Timeline
-from lamina.core.pipeline import Pipeline
+from lamina.core.pipeline import Pipeline, Shape
 from lamina.core.steps import LAST_DRAWN, StepPlan
 from lamina.core.topology import Topology
 from lamina.core.types import AttentionSpec
@@ -32,7 +32,7 @@ class Replica:
 
     Attributes:
         number: Number of this worker's stage, see ``Pipeline.stage``.
-        names: By stage, the compute worker with the same rank as this worker.
+        names: By stage, the compute worker with the same rank as this worker; "" for stages of fewer ranks.
         pipeline: Order in which stages run slices.
         runner: Runs this worker's slices.
         timeline: Records spans.
@@ -46,15 +46,40 @@ class Replica:
     timeline: Timeline
     sums: Sums
 
+    @classmethod
+    def linked(cls, connect: Connect, own: str, runner: Runner, timeline: Timeline, sums: Sums) -> "Replica":
+        """Return the context of the first epoch of a worker. ``own``: its name."""
+        number, names = _alike(connect.computes, connect.pipeline, own)
+        return cls(number, names, connect.pipeline, runner, timeline, sums)
+
     def within(self, topology: Topology, own: str) -> "Replica":
         """Return a copy for the members of ``topology``. ``own``: this worker's name."""
-        names, ranks = topology.computes, topology.pipeline.ranks
-        number, rank = divmod(names.index(own), ranks)
-        return dataclasses.replace(self, number=number, names=names[rank::ranks], pipeline=topology.pipeline)
+        number, names = _alike(topology.computes, topology.pipeline, own)
+        return dataclasses.replace(self, number=number, names=names, pipeline=topology.pipeline)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether this worker is one of several stages of its replica."""
+        return self.shape.stages > 1
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of this worker's replica."""
+        return self.pipeline.shapes[self.number >= self.pipeline.prefill * self.pipeline.shapes[0].stages]
 
     def begins(self, plan: StepPlan) -> bool:
         """Return whether this worker runs the first slice of the plan's step."""
         return self.pipeline.stage(plan.lane, plan.turn, 0, plan.rotates) == self.number
+
+
+def _alike(computes: Sequence[str], pipeline: Pipeline, own: str) -> tuple[int, tuple[str, ...]]:
+    """Return the stage of compute worker ``own``, and the names of ``Replica``."""
+    number = computes.index(own)
+    rank, by_stage = number - pipeline.ranks_at(number).start, dict[int, str]()
+    for other, name in enumerate(computes):
+        if other - pipeline.ranks_at(other).start == rank:
+            by_stage[pipeline.stage_at(other)] = name
+    return pipeline.stage_at(number), tuple(by_stage.get(stage, "") for stage in range(pipeline.stage_count))
 
 
 class StepRun:
@@ -94,7 +119,7 @@ class StepRun:
         pipeline, slices = replica.pipeline, len(replica.runner.attentions) + 1
         self._stages = pipeline.stages_of(plan.lane, plan.turn, slices, plan.rotates)
         self._own = [index for index, stage in enumerate(self._stages) if stage == replica.number]
-        self._follows = follows and pipeline.stages > 1
+        self._follows = follows and replica.is_staged
         self._advance_to(0)
         prompts = [at for chunk in plan.chunks for at in range(chunk.start, chunk.stop)]
         positions = torch.tensor(plan.decoding.starts + prompts)
@@ -134,7 +159,7 @@ class StepRun:
     @property
     def shares(self) -> float:
         """Estimated time of all the step's slices over the time of this worker's; stages have about equal weights."""
-        stages = self._replica.pipeline.stages
+        stages = self._replica.shape.stages
         return stages if stages > 1 else len(self._stages) / len(self._own)
 
     def awaited(self) -> list[str]:
@@ -303,7 +328,7 @@ class StepRun:
 
         The first stage waits for them before the lane's next step, whose plan may have ``LAST_DRAWN`` in their place.
         """
-        if self._replica.pipeline.stages == 1:
+        if not self._replica.is_staged:
             return
         parts = [np.array([*done.drawn(self.plan)], np.int64)] if done.tokens else []
         channel = self._mail.channels[self._replica.names[self._stages[0]]]

@@ -85,21 +85,21 @@ class ComputeWorker(WorkerLoop):
         All ranks of a stage run the same slices and draw the same tokens; rank 0 reports to the engine.
         """
         super().__init__(control, links, device, connect.epoch, setup.trace)
-        names, count, lanes = tuple(connect.computes), setup.ranks, connect.pipeline.lanes
-        number = names.index(control.name) // count
-        own = names[number * count : (number + 1) * count]
-        alike = names[setup.rank :: count]
-        self._replica = Replica(number, alike, connect.pipeline, runner, self._timeline, sums)
+        names, lanes = tuple(connect.computes), connect.pipeline.lanes
+        numbers = connect.pipeline.ranks_at(names.index(control.name))
+        own = names[numbers.start : numbers.stop]
+        self._replica = Replica.linked(connect, control.name, runner, self._timeline, sums)
         self._runner = runner
         peers = [name for name in (*connect.memories, *names) if links.has(name) and name not in own]
         channels = {name: links.channel(name) for name in peers}
         self._slots.register_channels(channels.values())
         lends, spreads = connect.pipeline.lends, memory is not None and connect.pipeline.spreads
-        may_wait = spreads or (memory is not None and connect.pipeline.stages > 1)  # for chunks in other lanes
+        may_wait = spreads or (memory is not None and connect.pipeline.most_stages > 1)  # for chunks in other lanes
         among_ranks = RankWait(self._wait, control, links, self if spreads else None)
         self._unread = among_ranks.unread
         sums.connect(links, among_ranks, own)
-        self._order = order = SliceOrder(links, among_ranks, own) if connect.pipeline.announces else None
+        announces = len(own) > 1 and connect.pipeline.announces
+        self._order = order = SliceOrder(links, among_ranks, own) if announces else None
         may_run = None if order is None and not may_wait else self._may_run
         leased, lenders = (links.fetch, links.arena, links.plan), set(names) & channels.keys() if lends else ()
         puller = Puller(*leased, memory.store) if memory is not None and lends else None
@@ -113,7 +113,7 @@ class ComputeWorker(WorkerLoop):
         grammars = Grammars(lambda: load_tokenizer(control, setup), setup.eos_token_ids)
         self._sequences = Sequences(grammars, setup.eos_token_ids, sums.agree)
         self._memory, self._scratch = memory, scratch
-        alone = memory if connect.pipeline.stages == 1 else None
+        alone = memory if setup.stages == 1 else None
         self._whole = None if alone is None else runner.recorded_steps(alone.store.device)
         if self._whole is not None:
             self._whole.reserve(min(setup.sequences, setup.rows))
@@ -382,9 +382,10 @@ class ComputeWorker(WorkerLoop):
             return
         lane = self._lanes[plan.lane]
         rows = self._runner.padded(plan.row_count)
-        segments, shards = self._sequences.segments, self._shards
+        segments, shards, rank = self._sequences.segments, self._shards, self._rank
+        door = self._replica.pipeline.door(plan.lane, rank.number)
         exchange = StepExchange(
-            plan, segments, self._mail, self._overlap, self._runner, rows, shards, share, self._rank, kept
+            plan, segments, self._mail, self._overlap, self._runner, rows, shards, share, rank, kept, door
         )
         if lane.workspace.rows != rows:
             lane.workspace = Workspace(rows)

@@ -34,6 +34,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
         local: True if a MemorySetup follows once the model is loaded, for a slab in the worker's own memory.
         source: server of the model's files, for a machine that does not have them at ``model``.
         rank: which of ``ranks`` parts of every slice to load.
+        degrees: ranks of a replica, by pool.
         sequences: most sequences that draw a token in a step.
         meeting: file of the engine's machine by which the ranks of a replica on GPUs find each other (torch's
             ``FileStore``).
@@ -58,6 +59,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     source: FileSource | None = None
     rank: int = 0
     ranks: int = 1
+    degrees: tuple[int, ...] = (1,)
     sequences: int = 1
     meeting: str = ""
     stage: int = 0
@@ -77,7 +79,8 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
         kv_cache_dtype: element type of the slab.
         head_shards: parts into which the heads of every attention are cut (``lamina.core.heads``).
         overcommit: KV in slab and ``spill_dir`` together, as a multiple of the KV in the slab.
-        ranks: ranks of a replica, which share the head shards.
+        ranks: ranks of the replicas that have most, which share the head shards.
+        least_ranks: ranks of the replicas that have fewest.
         forgets: True if layers with a sliding window drop the KV of tokens that have left the window.
         polling: who polls for messages, the device or the host.
         gpu_share: share of a GPU's memory that all its processes together may use.
@@ -96,6 +99,7 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     overcommit: float = 1.0
     spill_dir: str = ""
     ranks: int = 1
+    least_ranks: int = 1
     forgets: bool = False
     polling: Polling = "host"
     gpu_share: float = 1.0

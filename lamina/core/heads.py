@@ -29,24 +29,21 @@ class HeadShards:
     count: int = 1
 
     @classmethod
-    def for_model(cls, attentions: Sequence[AttentionSpec], workers: int, ranks: int = 1) -> "HeadShards":
-        """Return the fewest shards with which every rank of a replica has whole shards, and a sequence can be spread
-        by heads over ``workers`` memory workers, or over as many as possible. With more ranks than KV heads, each KV
-        head is a shard.
+    def for_model(cls, attentions: Sequence[AttentionSpec], workers: int, *degrees: int) -> "HeadShards":
+        """Return the fewest shards with which every rank of every replica has whole shards, and a sequence can be
+        spread by heads over ``workers`` memory workers, or over as many as possible. With more ranks than KV heads,
+        each KV head is a shard.
 
-        Raises ConfigError if the number of ranks neither divides the KV heads nor is a multiple of them.
+        ``degrees``: ranks of a replica, by pool.
+
+        Raises ConfigError: see ``require_shared_heads``.
         """
         counts = sorted({spec.kv_heads for spec in attentions})
+        require_shared_heads(counts, degrees)
         most = math.gcd(*counts)
-        if counts == [most] and ranks > most and ranks % most == 0:
+        if max(degrees, default=1) > most:
             return cls(most, most)
-        if most % ranks:
-            raise ConfigError(
-                f"the attentions of this model have {' or '.join(map(str, counts))} KV heads, which {ranks} ranks "
-                "cannot share evenly; give a tensor_parallel that divides them"
-                + (" or is a multiple of them" if len(counts) == 1 else "")
-            )
-        wanted = math.lcm(max(1, min(most, workers)), ranks)
+        wanted = math.lcm(max(1, min(most, workers)), *degrees)
         return cls(max(spec.kv_heads for spec in attentions), wanted if most % wanted == 0 else most)
 
     def sharers(self, ranks: int) -> int:
@@ -100,6 +97,33 @@ class HeadShards:
             query_heads=queries,
             kv_heads=spec.kv_heads // self.count,
             alibi_slopes=None if slopes is None else slopes[part * queries : (part + 1) * queries],
+        )
+
+
+def require_shared_heads(counts: Sequence[int], degrees: Sequence[int]) -> None:
+    """Raise ConfigError if ranks cannot share the KV heads of a model.
+
+    The number of ranks must divide them, or be a multiple of them. Only if all replicas have equal ranks can it be a
+    multiple: the query heads that share a KV head are divided among its ranks, and memory workers divide them in one
+    way.
+
+    Args:
+        counts: Different numbers of KV heads that attentions have.
+        degrees: Ranks of a replica, by pool.
+    """
+    most, heads = math.gcd(*counts), " or ".join(map(str, counts))
+    for ranks in degrees:
+        if most % ranks and not (len(counts) == 1 and ranks % most == 0):
+            raise ConfigError(
+                f"the attentions of this model have {heads} KV heads, which {ranks} ranks "
+                "cannot share evenly; give a tensor_parallel that divides them"
+                + (" or is a multiple of them" if len(counts) == 1 else "")
+            )
+    if len({*degrees}) > 1 and max(degrees) > most:
+        raise ConfigError(
+            f"the attentions of this model have {heads} KV heads, which {max(degrees)} ranks share by parts of their "
+            f"query heads, and replicas of {min(degrees)} ranks do not; give both pools the same tensor_parallel, or "
+            f"{most} at most"
         )
 
 

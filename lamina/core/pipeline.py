@@ -18,6 +18,9 @@ Each stage, or the whole replica if it has one, may consist of ranks, which shar
 context that its own heads need, and sends it to the rank of the same number. If several lanes run on a stage of several
 ranks, its first rank announces whose slice comes next (``compute.ranks``), since messages may arrive in another order
 at each rank.
+
+Replicas that only run prompts may have another number of ranks and stages than the others. Their lanes and those of the
+other replicas exchange nothing: memory workers have the KV of both.
 """
 
 import bisect
@@ -38,20 +41,45 @@ class Arrangement:
 
 
 @dataclass(frozen=True)
+class Shape:
+    """The compute workers of one replica.
+
+    Attributes:
+        ranks: compute workers that share every slice of a stage (``lamina.splitter.shard``).
+        stages: parts of the replica with different slices.
+        starts: the first slice of each stage. Empty with one stage, and until the model is known.
+    """
+
+    ranks: int = 1
+    stages: int = 1
+    starts: tuple[int, ...] = ()
+
+    @property
+    def workers(self) -> int:
+        """Compute workers of the replica."""
+        return self.ranks * self.stages
+
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks x {self.stages} stages"
+
+
+ONE = Shape()
+"""The shape of a replica of one compute worker."""
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """Which replica runs which slice, and in which order.
 
     Attributes:
         lanes: most batches in flight.
-        replicas: copies of the weights, each on ``ranks * stages`` compute workers.
+        replicas: copies of the weights.
         rotates: True for the rotational order, which needs ``lanes == replicas + 1``.
         choices: arrangements between which the runtime may change, the first of which it begins with. Empty: the
             arrangement is fixed by ``lanes`` and ``rotates``.
-        ranks: compute workers that share every slice of a stage (``lamina.splitter.shard``). Worker number n is rank
-            ``n % ranks`` of stage ``n // ranks``, counted over all replicas.
-        stages: parts of each replica with different slices. Stage number s is stage ``s % stages`` of replica
-            ``s // stages``.
-        starts: the first slice of each stage. Empty without stages, and until the model is known.
+        shape: the compute workers of each replica. Workers and stages are numbered over all replicas: by replica, then
+            by stage, then by rank.
+        prefill_shape: the compute workers of each of the ``prefill`` replicas; None: ``shape``.
         prefill: how many replicas, the first ones, only run prompts; the others only decode. 0: all do both. At least
             one replica always decodes.
         lends: True if compute workers with local memory attend to the KV there for other replicas too.
@@ -63,20 +91,20 @@ class Pipeline:
     replicas: int
     rotates: bool = False
     choices: tuple[Arrangement, ...] = ()
-    ranks: int = 1
-    stages: int = 1
-    starts: tuple[int, ...] = ()
+    shape: Shape = ONE
+    prefill_shape: Shape | None = None
     prefill: int = 0
     lends: bool = False
     one_way: bool = False
 
     def __post_init__(self) -> None:
-        if self.replicas < 1 or self.lanes < self.replicas * self.stages:
-            stages = f" of {self.stages} stages" if self.stages > 1 else ""
+        most = max(each.stages for each in self._shapes_in_use)
+        if self.replicas < 1 or self.lanes < self.replicas * most:
+            stages = f" of {most} stages" if most > 1 else ""
             raise ValueError(
                 f"{self.lanes} lanes cannot keep {self.replicas} replicas{stages} busy; give each at least one"
             )
-        if self.stages > 1 and (self.rotates or any(one.rotates for one in self.choices)):
+        if most > 1 and (self.rotates or any(one.rotates for one in self.choices)):
             raise ValueError("lanes visit the stages of their replica in turn, and cannot rotate over replicas besides")
         if self.prefill and (self.rotates or self.choices):
             raise ValueError("lanes of replicas that only run prompts, or only decode, are fixed")
@@ -84,6 +112,46 @@ class Pipeline:
             raise ValueError(
                 f"rotational pipelining runs {self.replicas + 1} lanes on {self.replicas} replicas, not {self.lanes}"
             )
+
+    @property
+    def _shapes_in_use(self) -> list[Shape]:
+        counts = self.prefill, self.replicas - self.prefill
+        return [shape for shape, count in zip(self.shapes, counts, strict=True) if count] or [self.shape]
+
+    @property
+    def shapes(self) -> tuple[Shape, Shape]:
+        """The shapes of replicas that only run prompts, and of the others."""
+        return self.prefill_shape or self.shape, self.shape
+
+    @property
+    def is_uniform(self) -> bool:
+        """True if replicas that only run prompts have the shape of the others, so that they can change their role."""
+        return self.prefill_shape in (None, self.shape)
+
+    @property
+    def most_ranks(self) -> int:
+        """Ranks of the replicas that have most, also while no such replica is left."""
+        return max(shape.ranks for shape in self.shapes)
+
+    @property
+    def most_stages(self) -> int:
+        """Stages of the replicas that have most, also while no such replica is left."""
+        return max(shape.stages for shape in self.shapes)
+
+    @property
+    def stage_count(self) -> int:
+        """Stages of all replicas together."""
+        early, late = self.shapes
+        return self.prefill * early.stages + (self.replicas - self.prefill) * late.stages
+
+    def shape_in(self, pool: str) -> Shape:
+        """Return the shape of the replicas of a pool: ``prefill`` or ``compute``."""
+        return self.shapes[pool != "prefill"]
+
+    def shape_of(self, replica: int) -> Shape:
+        """Return the shape of a replica."""
+        early = self.prefill_shape
+        return self.shape if early is None or replica >= self.prefill else early
 
     @property
     def first_arrangement(self) -> Arrangement:
@@ -97,7 +165,7 @@ class Pipeline:
     @property
     def moves_local(self) -> bool:
         """True if KV may move from and to local memory. Heads of several ranks would have to move at once."""
-        return self.spreads and self.ranks == 1
+        return self.spreads and self.most_ranks == 1
 
     @property
     def spreads(self) -> bool:
@@ -110,7 +178,7 @@ class Pipeline:
 
         The total number of lanes counts, since one replica runs all of them once the other replicas are lost.
         """
-        return self.ranks > 1 and self.lanes > 1
+        return self.most_ranks > 1 and self.lanes > 1
 
     @property
     def interchangeable(self) -> bool:
@@ -148,27 +216,80 @@ class Pipeline:
         lanes = replicas if first.rotates else first.lanes
         return dataclasses.replace(made, lanes=lanes, rotates=False, choices=(), prefill=prefill)
 
+    def with_workers(self, prefills: int, computes: int) -> "Pipeline":
+        """Return this pipeline on the replicas of ``prefills`` compute workers that only run prompts and of
+        ``computes`` others; with no worker at all, on one replica."""
+        early, late = self.shapes
+        prefill = prefills // early.workers
+        return self.with_replicas(max(1, prefill + computes // late.workers), prefill)
+
     def without_rotation(self) -> "Pipeline":
         """Return this pipeline without the choices in which lanes rotate."""
         return dataclasses.replace(self, choices=tuple(one for one in self.choices if not one.rotates))
 
-    @property
-    def workers(self) -> int:
-        """Compute workers of each replica."""
-        return self.ranks * self.stages
+    def workers_in(self, replica: int) -> range:
+        """Return the numbers of a replica's compute workers."""
+        early, late = self.shapes
+        before = min(replica, self.prefill)
+        first = before * early.workers + (replica - before) * late.workers
+        return range(first, first + (early if replica < self.prefill else late).workers)
+
+    def replica_at(self, number: int) -> int:
+        """Return the replica of compute worker ``number``."""
+        early, late = self.shapes
+        after = number - self.prefill * early.workers
+        return number // early.workers if after < 0 else self.prefill + after // late.workers
+
+    def stage_at(self, number: int) -> int:
+        """Return the stage of compute worker ``number``, counted over all replicas."""
+        early, late = self.shapes
+        after = number - self.prefill * early.workers
+        return number // early.ranks if after < 0 else self.prefill * early.stages + after // late.ranks
+
+    def ranks_at(self, number: int) -> range:
+        """Return the numbers of the compute workers of the stage of compute worker ``number``, by rank."""
+        stage = self.stage_at(number)
+        first = self.worker_at(stage, 0)
+        return range(first, first + self.shape_of(self.replica_at(number)).ranks)
+
+    def worker_at(self, stage: int, rank: int) -> int:
+        """Return the number of the compute worker with a rank of a ``stage``, counted over all replicas."""
+        early, late = self.shapes
+        after = stage - self.prefill * early.stages
+        if after < 0:
+            return stage * early.ranks + rank
+        return self.prefill * early.workers + after * late.ranks + rank
+
+    def door(self, lane: int, rank: int) -> int:
+        """Return the number of a rank's requests of a lane, which memory workers serve as a lane of their own."""
+        return lane * self.most_ranks + rank
+
+    def lane_of(self, door: int) -> int:
+        """Return the lane of a ``door``."""
+        return door // self.most_ranks
+
+    def rank_of(self, door: int) -> int:
+        """Return the rank of a ``door``."""
+        return door % self.most_ranks
 
     def home(self, number: int) -> int:
         """Return the compute worker by whose name segments refer to the local memory of compute worker ``number``: the
         worker of the same rank in the first stage of the replica. Each stage there has K and V of its own layers."""
-        return number // self.workers * self.workers + number % self.ranks
+        return self.workers_in(self.replica_at(number)).start + number - self.ranks_at(number).start
 
     def holders(self, computes: Sequence[str]) -> dict[str, tuple[str, ...]]:
         """Return, by compute worker that is a ``home`` of several stages, the workers of these stages.
 
         ``computes``: Names of the compute workers, by number.
         """
-        homes = [number for number in range(len(computes)) if self.stages > 1 and self.home(number) == number]
-        return {computes[home]: tuple(computes[home : home + self.workers : self.ranks]) for home in homes}
+        found = dict[str, tuple[str, ...]]()
+        if self.most_stages == 1 or not computes:
+            return found
+        for replica in range(self.replicas):
+            shape, own = self.shape_of(replica), self.workers_in(replica)
+            for home in own[: shape.ranks] if shape.stages > 1 else ():
+                found[computes[home]] = tuple(computes[home : own.stop : shape.ranks])
+        return found
 
     def replica(self, lane: int, turn: int, rotates: bool | None = None) -> int:
         """Return the replica that runs slice ``turn`` of ``lane``. ``rotates`` overrides the pipeline's."""
@@ -178,24 +299,29 @@ class Pipeline:
     def stage(self, lane: int, turn: int, index: int, rotates: bool | None = None) -> int:
         """Return the stage that runs slice ``index`` of a step of ``lane`` that begins at ``turn``, counted over all
         replicas."""
-        own = bisect.bisect(self.starts, index) - 1 if self.starts else 0
-        return self.replica(lane, turn + index, rotates) * self.stages + own
+        replica = self.replica(lane, turn + index, rotates)
+        before = 0 if self.prefill_shape is None else min(replica, self.prefill)
+        first, starts = (replica - before) * self.shape.stages, self.shape_of(replica).starts
+        if before:
+            first += before * self.shapes[0].stages
+        return first + bisect.bisect(starts, index) - 1 if starts else first
 
     def stages_of(self, lane: int, turn: int, slices: int, rotates: bool | None = None) -> list[int]:
         """Return the ``stage`` of each of the ``slices`` slices of a step of ``lane`` that begins at ``turn``."""
-        if self.starts or (self.rotates if rotates is None else rotates):
+        rotating = self.rotates if rotates is None else rotates
+        if rotating or self.shape_of(lane % self.replicas).starts:
             return [self.stage(lane, turn, index, rotates) for index in range(slices)]
         return [self.stage(lane, turn, 0, rotates)] * slices
 
     def exchanges(self, one: int, other: int) -> bool:
         """True if the compute workers of these numbers may send each other a lane's context or its drawn tokens."""
-        if one % self.ranks != other % self.ranks:
+        if one - self.ranks_at(one).start != other - self.ranks_at(other).start:
             return False
-        one, other = one // self.ranks, other // self.ranks
-        if self.stages == 1:
-            return one != other
-        same, apart = one // self.stages == other // self.stages, abs(one - other)
-        return same and apart in (1, self.stages - 1)
+        near, far = self.replica_at(one), self.replica_at(other)
+        shape, apart = self.shape_of(near), abs(self.stage_at(one) - self.stage_at(other))
+        if near != far:
+            return self.is_uniform and shape.stages == 1
+        return shape.stages > 1 and apart in (1, shape.stages - 1)
 
     def replicas_of(self, lane: int, rotates: bool | None = None) -> tuple[int, ...]:
         """Return every replica that runs slices of ``lane``. ``rotates`` overrides the pipeline's."""
@@ -204,8 +330,8 @@ class Pipeline:
 
     def workers_of(self, lane: int, rotates: bool | None = None) -> tuple[int, ...]:
         """Return the compute workers that run slices of ``lane``: all stages and ranks of its replicas."""
-        replicas, count = self.replicas_of(lane, rotates), self.workers
-        return tuple(range(replicas[0] * count, (replicas[-1] + 1) * count))
+        replicas = self.replicas_of(lane, rotates)
+        return tuple(range(self.workers_in(replicas[0]).start, self.workers_in(replicas[-1]).stop))
 
     def tick(self, lane: int, turn: int, index: int = 0) -> int:
         """Return the place in time of slice ``index`` of a step of ``lane`` that begins at ``turn``: a replica runs the
@@ -215,4 +341,5 @@ class Pipeline:
         others while that one waits. By slices, all steps that begin together would leave each stage together, and only
         one stage at a time would have work.
         """
-        return (turn if self.stages > 1 else turn + index) * self.lanes + lane
+        staged = self.shape_of(lane % self.replicas).stages > 1
+        return (turn if staged else turn + index) * self.lanes + lane

@@ -23,14 +23,19 @@ def divide(slices: Sequence[Mapping[str, int]], stages: int) -> tuple[int, ...]:
     Raises ConfigError if there are fewer slices than stages.
     """
     count = len(slices)
-    if stages > count:
-        raise ConfigError(
-            f"pipeline_parallel is {stages}, and the model has {count} slices to divide; give at most {count}"
-        )
+    require_slices(count, stages)
     held = _span_nbytes(slices)
     largest, _ = _best_division(held, stages, max, math.inf)
     _, starts = _best_division(held, stages, lambda before, own: before + own * own, largest)
     return starts
+
+
+def require_slices(count: int, stages: int) -> None:
+    """Raise ConfigError if a model has fewer slices (``count``) than stages."""
+    if stages > count:
+        raise ConfigError(
+            f"pipeline_parallel is {stages}, and the model has {count} slices to divide; give at most {count}"
+        )
 
 
 def _span_nbytes(slices: Sequence[Mapping[str, int]]) -> list[list[int]]:

@@ -94,8 +94,9 @@ class Topology(msgspec.Struct, frozen=True, dict=True):
     @property
     def replicas(self) -> tuple[tuple[str, ...], ...]:
         """The compute workers of each replica, by their numbers in the pipeline."""
-        computes, count = self.computes, self.pipeline.workers
-        return tuple(computes[first : first + count] for first in range(0, len(computes), count))
+        computes, order = self.computes, self.pipeline
+        each = map(order.workers_in, range(order.replicas) if computes else ())
+        return tuple(computes[numbers.start : numbers.stop] for numbers in each)
 
     @property
     def scratch(self) -> tuple[tuple[str, int], ...]:
@@ -142,7 +143,7 @@ class Topology(msgspec.Struct, frozen=True, dict=True):
     @property
     def prefills(self) -> tuple[str, ...]:
         """The compute workers of replicas that only run prompts."""
-        return self.computes[: self.pipeline.prefill * self.pipeline.workers]
+        return self.computes[: self.pipeline.workers_in(self.pipeline.prefill).start]
 
     def pool_of(self, name: str) -> Pool:
         """Return the pool of a member."""
@@ -154,7 +155,7 @@ class Topology(msgspec.Struct, frozen=True, dict=True):
     def lane_roles(self) -> dict[str, LaneRole]:
         """What the lanes of each compute worker run."""
         pipeline = self.pipeline
-        return {name: pipeline.role(number // pipeline.workers) for number, name in enumerate(self.computes)}
+        return {name: pipeline.role(pipeline.replica_at(number)) for number, name in enumerate(self.computes)}
 
     @property
     def sizes(self) -> dict[Pool, int]:
@@ -183,9 +184,8 @@ class Topology(msgspec.Struct, frozen=True, dict=True):
 
     def ranks_of(self, name: str) -> tuple[str, ...]:
         """Return the ranks of the stage of a compute worker, in order."""
-        ranks = self.pipeline.ranks
-        first = self.computes.index(name) // ranks * ranks
-        return self.computes[first : first + ranks]
+        numbers = self.pipeline.ranks_at(self.computes.index(name))
+        return self.computes[numbers.start : numbers.stop]
 
     def whole_replicas(self, names: Collection[str]) -> frozenset[str]:
         """Return these members, and the compute workers that share a replica with any of them."""
@@ -197,9 +197,9 @@ class Topology(msgspec.Struct, frozen=True, dict=True):
         If no compute worker is left, the pipeline is that of a single replica.
         """
         members = tuple(member for member in self.members if member.name not in lost)
-        replicas = max(1, sum(member.role == "compute" for member in members) // self.pipeline.workers)
-        prefill = sum(name not in lost for name in self.prefills) // self.pipeline.workers
-        return Topology(self.epoch.next, members, self.pipeline.with_replicas(replicas, prefill))
+        prefills = sum(name not in lost for name in self.prefills)
+        computes = sum(member.role == "compute" for member in members) - prefills
+        return Topology(self.epoch.next, members, self.pipeline.with_workers(prefills, computes))
 
     def joined(self, joiners: Sequence[Member], pipeline: Pipeline) -> "Topology":
         """Return the topology with more members, in the same epoch.

@@ -286,8 +286,9 @@ class Members:
         """Return the workers of replicas whose ranks may wait for each other in a sum that they cannot leave (see
         ``Sums.may_leave``): a step in flight runs there."""
         topology, order = self.topology, self.topology.pipeline
-        plans = [plan for plan in self._turn.in_flight.values() if plan.runs and order.ranks > 1]
+        plans = [plan for plan in self._turn.in_flight.values() if plan.runs]
         running = {number for plan in plans for number in order.workers_of(plan.lane, plan.rotates)}
+        running = {number for number in running if len(order.ranks_at(number)) > 1}
         on_cpus = {member.name for member in topology.members if member.kind in (CPU, REMOTE)}
         names = {name for number, name in enumerate(topology.computes) if number in running}
         return topology.whole_replicas(names - on_cpus)
@@ -295,7 +296,7 @@ class Members:
     def _deaths(self, lost: Mapping[str, LaminaError]) -> Deaths:
         died = self.watch.died & lost.keys()
         computes = self.topology.computes
-        replicas = [n // self.topology.pipeline.workers for n, name in enumerate(computes) if name in died]
+        replicas = [self.topology.pipeline.replica_at(n) for n, name in enumerate(computes) if name in died]
         return Deaths(died & self.topology.capacities.keys(), replicas)
 
     def _adopt(self, topology: Topology) -> int:

@@ -427,9 +427,8 @@ class Pools:
         than slices."""
         if changes.keys() <= {"memory"}:
             return self.topology.pipeline
-        sizes, workers = self.topology.sizes, self._pipeline.workers
-        prefills, computes = (sizes[pool] + changes.get(pool, 0) for pool in COMPUTE_POOLS)
-        pipeline = self._pipeline.with_replicas(max(1, (prefills + computes) // workers), prefills // workers)
+        sizes = self.topology.sizes
+        pipeline = self._pipeline.with_workers(*(sizes[pool] + changes.get(pool, 0) for pool in COMPUTE_POOLS))
         replicas = pipeline.replicas
         slices = len(self._fabric.memory_setup.attentions) + 1
         return pipeline if replicas <= slices else pipeline.without_rotation()

@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lamina.cluster.pool import REMOTE, Kinds, parse_computes, size
+from lamina.cluster.degrees import parse_computes
+from lamina.cluster.pool import REMOTE, Kinds, size
 from lamina.cluster.pool import kinds as kinds_of
 from lamina.config.engine_config import EngineConfig
 from lamina.control.liveness import Restarts

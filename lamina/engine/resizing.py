@@ -89,7 +89,7 @@ class ResizePlanner:
         has too many.
         """
         sizes = self.topology.sizes
-        for grown, shrunk in (COMPUTE_POOLS, COMPUTE_POOLS[::-1]):
+        for grown, shrunk in (COMPUTE_POOLS, COMPUTE_POOLS[::-1]) if self.pipeline.is_uniform else ():
             spare = sizes[shrunk] - max(self.wanted[shrunk], self._least(shrunk))
             if (count := min(self.wanted[grown] - sizes[grown], spare)) > 0:
                 return dict.fromkeys(self._leavers(shrunk, PoolChange(-count)), grown)
@@ -110,7 +110,7 @@ class ResizePlanner:
         return leaving
 
     def _require_whole_replicas(self, pool: Pool, count: int) -> None:
-        workers = self.pipeline.workers
+        workers = self.pipeline.shape_in(pool).workers
         if count % workers:
             raise ConfigError(
                 f"a replica has {workers} compute workers, and {abs(count)} is no multiple of that; "
@@ -141,6 +141,8 @@ class ResizePlanner:
 
     def _turners(self, changes: Mapping[Pool, PoolChange], leavers: Mapping[Pool, Sequence[str]]) -> dict[str, Pool]:
         """Return the workers that change pools instead of leaving, with their new pool."""
+        if not self.pipeline.is_uniform:
+            return {}
         for grown, shrunk in (COMPUTE_POOLS, COMPUTE_POOLS[::-1]):
             growth = changes.get(grown)
             if growth is not None and growth.count > 0 and shrunk in leavers:
@@ -148,7 +150,8 @@ class ResizePlanner:
                 wrong = [name for name in leavers[shrunk] if growth.kind not in ("", kinds[name])]
                 apart = self.topology.whole_replicas(wrong)
                 fitting = [name for name in leavers[shrunk] if name not in apart]
-                count = min(len(fitting), growth.count) // self.pipeline.workers * self.pipeline.workers
+                workers = self.pipeline.shape.workers
+                count = min(len(fitting), growth.count) // workers * workers
                 return dict.fromkeys(fitting[len(fitting) - count :], grown)
         return {}
 
@@ -161,12 +164,12 @@ class ResizePlanner:
             if self.pipeline.one_way:
                 raise ConfigError("the KV of a request stays on one replica that decodes, and uses no memory workers")
             return
-        if self.pipeline.spreads and self.pipeline.ranks > 1 and kind != CPU:
+        if self.pipeline.spreads and self.pipeline.most_ranks > 1 and kind != CPU:
             raise ConfigError(
                 "tensor-parallel replicas on GPUs serve no requests while their ranks wait for each other, and the "
                 f"replicas here attend for each other; let replicas of {CPU} join"
             )
-        replicas = (len(self.topology.computes) + coming + count) // self.pipeline.workers
+        replicas = (len(self.topology.computes) + coming + count) // self.pipeline.shape.workers
         slices = len(self.fabric.memory_setup.attentions) + 1
         if self.pipeline.rotates and replicas > slices:
             raise ConfigError(
@@ -188,7 +191,7 @@ class ResizePlanner:
 
     def _least(self, pool: Pool) -> int:
         """Return how many workers must stay in a pool."""
-        return {"prefill": 0, "compute": self.pipeline.workers, "memory": 0 if self.topology.local else 1}[pool]
+        return {"prefill": 0, "compute": self.pipeline.shape.workers, "memory": 0 if self.topology.local else 1}[pool]
 
     def _leavers(self, pool: Pool, change: PoolChange) -> list[str]:
         """Return the workers to remove: the memory workers that hold least, the compute workers that joined last."""
@@ -214,12 +217,13 @@ class ResizePlanner:
 
 def together(pool: Pool, pipeline: Pipeline) -> int:
     """Return how many workers of a pool join together: one memory worker, or all workers of a replica."""
-    return 1 if pool == "memory" else pipeline.workers
+    return 1 if pool == "memory" else pipeline.shape_in(pool).workers
 
 
 def require_single_workers(pipeline: Pipeline, why: str) -> None:
     """Raise ConfigError if a replica has several compute workers. ``why``: what a whole replica does not do."""
-    if pipeline.workers > 1:
+    most = max(shape.workers for shape in pipeline.shapes)
+    if most > 1:
         raise ConfigError(
-            f"a replica of {pipeline.workers} compute workers {why} while the engine serves: remove only memory workers"
+            f"a replica of {most} compute workers {why} while the engine serves: remove only memory workers"
         )

@@ -164,7 +164,7 @@ class Scaling:
         """``targets``: latencies to hold by changing the roles of replicas, if there are bounds for ``prefill``."""
         self._turn, self._members, self._targets = turn, members, targets
         self._scalers = {pool: Autoscaler(each, WINDOWS[pool]) for pool, each in bounds.items() if pool != "prefill"}
-        workers = members.topology.pipeline.workers
+        workers = members.topology.pipeline.shape.workers  # replicas that change their role have the same shape
         self._roles = RoleBalance(*(one // workers for one in bounds["prefill"])) if "prefill" in bounds else None
         self._resizes: list[tuple[Pool, int, Resize]] = []  # resizes in progress: pool, change, and its future
         self._refused: dict[Pool, float] = {}  # by pool: time before which it is not resized, after a refusal
@@ -198,7 +198,7 @@ class Scaling:
         if not self._members.is_steady or any(state != "serving" for state in self._members.states.values()):
             roles.drop_samples()
             return
-        topology, workers = self._members.topology, self._members.topology.pipeline.workers
+        topology, workers = self._members.topology, self._members.topology.pipeline.shape.workers
         prefill, decode = (topology.sizes[pool] // workers for pool in COMPUTE_POOLS)
         times = expected_times(self._turn, self._targets, prefill or decode)
         why = f"prompts take {times.first:.2f} and steps {times.between:.2f} of their targets"

@@ -111,7 +111,7 @@ class Placement:
         self.local, self.lends = topology.local, topology.pipeline.spreads
         self.others = functools.cache(topology.beyond) if topology.local else nowhere
         divides = self.longest is not None or self._partition == "token"
-        shares = (self.lends and divides) or topology.pipeline.stages > 1
+        shares = (self.lends and divides) or topology.pipeline.most_stages > 1
         self.in_one_lane = bool(topology.local) and not shares
         self.may_divide = self.lends and self.longest is None and self._partition == "auto"
 

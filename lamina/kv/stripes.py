@@ -33,7 +33,7 @@ def placement(
     A segment has at most ``longest`` tokens. With several ranks in a replica, KV never moves, since one rank may still
     attend to KV that another rank has finished with.
     """
-    if shards.count > 1 or topology.pipeline.ranks > 1:
+    if shards.count > 1 or topology.pipeline.most_ranks > 1:
         return StripedPlacement(capacities, shards, longest, topology)
     return Placement(capacities, longest, partition, topology)
 
@@ -45,7 +45,7 @@ Parts: TypeAlias = tuple[tuple[str, range], ...]
 def local_parts(topology: Topology, shards: HeadShards) -> list[Parts]:
     """Return a place for the local memory of each replica that holds KV: every rank has the heads that it computes.
     Empty for replicas of one rank, which are places themselves."""
-    ranks, computes = topology.pipeline.ranks, topology.computes
+    ranks, computes = topology.pipeline.most_ranks, topology.computes
     if ranks == 1 or not topology.local:
         return []
     return [

@@ -122,7 +122,7 @@ class DeviceSteps:
         if self._direct and not self._lanes:
             request_nbytes = max(one.own.body_nbytes for one in self._direct.values())
             reply_nbytes = max(one.theirs.body_nbytes for one in self._direct.values())
-            count = min(pipeline.lanes * pipeline.ranks, MOST_LANES)
+            count = min(pipeline.door(pipeline.lanes, 0), MOST_LANES)
             self._lanes = [self._polled.lane(WINDOW, request_nbytes, reply_nbytes) for _ in range(count)]
 
     def _map(self, name: str) -> None:
@@ -177,7 +177,7 @@ class DeviceSteps:
     def _plan(self, lane: int, step: StepTables) -> _Run | None:
         """Return the peer and booked slot of a step; None if the device cannot serve the step."""
         specs, rows = self._store.attentions, step.rows
-        if self._store.shards.sharers(self._pipeline.ranks) > 1:
+        if self._store.shards.sharers(self._pipeline.most_ranks) > 1:
             return None  # it attends to K and V that another rank's lane may still fetch, on another stream
         peer, *others = {self._peer(lane, step, layer) for layer in range(len(specs) + 1)}
         if others or peer not in self._direct or peer not in self._channels or not self._has_slots(peer):
@@ -192,9 +192,9 @@ class DeviceSteps:
 
     def _peer(self, lane: int, step: StepTables, layer: int) -> str:
         """Return the worker that requests attention ``layer`` and receives the reply of the attention before."""
-        ranks, plan = self._pipeline.ranks, step.plan
+        plan = step.plan
         stage = self._pipeline.stage(plan.lane, plan.turn, layer, plan.rotates)
-        return self._computes[stage * ranks + lane % ranks]
+        return self._computes[self._pipeline.worker_at(stage, self._pipeline.rank_of(lane))]
 
     def _has_slots(self, peer: str) -> bool:
         """Return whether the link to a compute worker has a slot for each lane that uses it.
@@ -202,11 +202,11 @@ class DeviceSteps:
         Only then may lanes book slots: a peer does not know which slots are booked, so two lanes that share an unbooked
         slot could deadlock.
         """
-        replica, lanes = self._computes.index(peer) // self._pipeline.workers, range(self._pipeline.lanes)
+        replica, lanes = self._pipeline.replica_at(self._computes.index(peer)), range(self._pipeline.lanes)
         return sum(replica in self._pipeline.replicas_of(lane) for lane in lanes) <= SLOTS
 
     def _launch(self, number: int, run: _Run) -> None:
-        lane, step, ranks = self._lanes[number], run.step, self._pipeline.ranks
+        lane, step = self._lanes[number], run.step
         direct, channel = self._direct[run.peer], self._channels[run.peer]
         while run.launched < min(run.done + WINDOW, len(self._store.attentions)):
             layer, spec = run.launched, self._store.attentions[run.launched]
@@ -214,7 +214,7 @@ class DeviceSteps:
             nbytes, rows = reply_nbytes([spec], len(step.rows.queries)), len(step.rows.queries)
             lane.serve(
                 direct.incoming(channel.unread, number, turn),
-                direct.outgoing(number // ranks, turn, nbytes, run.slot, run.uses + layer),
+                direct.outgoing(step.plan.lane, turn, nbytes, run.slot, run.uses + layer),
                 layer % WINDOW,
                 body_nbytes(spec, self._store.dtype, step.rows),
                 (rows, spec.query_heads, spec.v_dim),

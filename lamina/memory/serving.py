@@ -81,7 +81,7 @@ class Door:
 class Lane:
     """The announced steps of one lane, and the progress of the first of them.
 
-    With several ranks, each rank's requests are served as a lane of their own, with number lane * ranks + rank.
+    With several ranks, each rank's requests are served as a lane of their own, with the number ``Pipeline.door``.
 
     Attributes:
         number: number of the lane.
@@ -137,7 +137,7 @@ class Serving:
     """The steps of all lanes that requests may arrive for, and the requests being served. One thread owns it.
 
     Attributes:
-        lanes: By lane * ranks + rank.
+        lanes: By ``Pipeline.door``.
         busy_s: Seconds of attention so far.
         parked: Requests that have waited for a watermark so far.
         parked_nbytes: Bytes of these requests.
@@ -164,7 +164,11 @@ class Serving:
     def set_members(self, channels: Mapping[str, Channel], pipeline: Pipeline, computes: Sequence[str]) -> None:
         """Answer ``computes``, in the order of ``pipeline``, over ``channels`` from now on."""
         self._channels, self._pipeline, self._computes = channels, pipeline, tuple(computes)
-        self.lanes += [Lane(number) for number in range(len(self.lanes), pipeline.lanes * pipeline.ranks)]
+        self.lanes += [Lane(number) for number in range(len(self.lanes), pipeline.door(pipeline.lanes, 0))]
+
+    def ranks_of(self, lane: int) -> int:
+        """Return the ranks of the replicas that run a lane."""
+        return self._pipeline.shape_of(lane % self._pipeline.replicas).ranks
 
     def drop_steps(self) -> None:
         """Drop all steps and requests."""
@@ -205,7 +209,7 @@ class Serving:
     @property
     def working(self) -> list[int]:
         """Lanes, without ranks, of which a piece was begun."""
-        return [lane.number // self._pipeline.ranks for lane in self.lanes if lane.work is not None]
+        return [lane.steps[0].plan.lane for lane in self.lanes if lane.work is not None]
 
     def begin(self, lane: Lane) -> None:
         """Serve the piece of a request that has arrived, or its first cut.
@@ -279,9 +283,9 @@ class Serving:
         return True
 
     def _receiver(self, lane: Lane) -> str:
-        plan, ranks = lane.steps[0].plan, self._pipeline.ranks
+        plan = lane.steps[0].plan
         following = self._pipeline.stage(plan.lane, plan.turn, lane.layer + 1, plan.rotates)
-        return self._computes[following * ranks + lane.number % ranks]
+        return self._computes[self._pipeline.worker_at(following, self._pipeline.rank_of(lane.number))]
 
     def serve_cut(self, lane: Lane, work: Iterator[None]) -> None:
         """Serve one cut of a piece; after the last cut of the request's last piece, reply."""
@@ -325,7 +329,7 @@ class Serving:
             return  # the receiver has exited: the engine ends or repeats its requests
         span = self._timeline.now()
         nbytes = sum(part.nbytes for part in reply.parts)
-        number = lane.number // self._pipeline.ranks
+        number = self._pipeline.lane_of(lane.number)
         if reply.slot is not None or channel.post_apart is not None:
             channel.send_message(number, reply.turn, nbytes, reply.parts if reply.slot is None else (), reply.slot)
         else:  # queued without a copy: the lane's next request, which overwrites it, follows the reply

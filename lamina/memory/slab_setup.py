@@ -98,7 +98,7 @@ def _of_shards(setup: MemorySetup) -> tuple[HeadShards, list[AttentionSpec]]:
 def largest(asked: Reserve, polls: bool = False) -> Largest:
     """Return upper bounds of a worker's steps. ``polls``: Whether its GPU polls, and so serves lanes itself."""
     setup, (shards, specs) = asked.setup, _of_shards(asked.setup)
-    own = shards.of_rank(setup.ranks).count
+    own = shards.of_rank(setup.least_ranks).count
     rows = asked.rows * own
     # With slopes, rows of each shard of heads have tables of their own.
     by_shard = any(spec.alibi_slopes is not None for spec in specs)

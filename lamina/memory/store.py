@@ -75,7 +75,7 @@ class StepTables:
         slots: slots of the new tokens that arrive with requests.
         sent_slots: ``slots`` on the device.
         pulled_slots: slots of the tokens ``rows.pulled``.
-        door: Number of the stream of messages that the step's requests belong to: lane * ranks + rank.
+        door: Number of the stream of messages that the step's requests belong to (``Pipeline.door``).
         appends: whether attention stores the new tokens of requests, so that they need no separate ``keep``.
         order: the chunks of other lanes that the step waits for, and the chunks that wait for it.
     """
@@ -156,8 +156,10 @@ class KvStore:
     def release(self, sequences: Sequence[int]) -> None:
         self.held.release(sequences)
 
-    def apply(self, plan: StepPlan) -> list[StepTables]:
+    def apply(self, plan: StepPlan, ranks: int | None = None) -> list[StepTables]:
         """Apply a plan's deltas to the slab and allocate slots for its new tokens.
+
+        ``ranks``: ranks of the replica that runs the plan; None: those of the replicas that have most.
 
         Returns the tables of its step, by rank of the replica. Raises CapacityError if the tokens do not fit, with the
         step's own sequences unchanged, and PlacementError for segments that cannot be served, with nothing changed.
@@ -165,7 +167,8 @@ class KvStore:
         check_placements(plan, self.shards)
         self.held.apply(plan, self.device.renew)
         self.device.forget(self.slab.take_shortened())
-        steps = [self._plan_step(plan, rank) for rank in range(self._ranks)]
+        count = ranks or self._ranks
+        steps = [self._plan_step(plan, rank, count) for rank in range(count)]
         if self._forgets:
             self.held.note_starts(plan.lane, [step.rows for step in steps])
         if plan.chunks:
@@ -173,8 +176,8 @@ class KvStore:
             steps = [dataclasses.replace(step, order=order) for step, order in zip(steps, orders, strict=True)]
         return steps
 
-    def _plan_step(self, plan: StepPlan, rank: int) -> StepTables:
-        rows = message_rows(plan, self.held.segments, self.worker, self.shards, rank, self._ranks)
+    def _plan_step(self, plan: StepPlan, rank: int, ranks: int) -> StepTables:
+        rows = message_rows(plan, self.held.segments, self.worker, self.shards, rank, ranks)
         kept = brought(rows, self.held.key)
         if rank % self._sharers:  # these tokens have slots: another rank that has the same shard sends them too
             tails = [self.slab.slots(segment)[-count:] for segment, count in kept]

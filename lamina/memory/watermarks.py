@@ -20,7 +20,7 @@ class Storing:
     """The tokens of prompt chunks that one message brings for every layer.
 
     Attributes:
-        door: lane * ranks + rank of the message.
+        door: ``Pipeline.door`` of the message.
         turn: turn of its first attention.
         shards: sequences and shards of the tokens.
         inline: whether the request itself has some of the tokens, those of chunks of a single token.

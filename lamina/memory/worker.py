@@ -293,7 +293,7 @@ class MemoryWorker(WorkerLoop):
             timeout_s = 0.0
 
     def _apply_plan(self, plan: StepPlan) -> None:
-        shares = self._store.apply(plan)
+        shares = self._store.apply(plan, self._serving.ranks_of(plan.lane))
         self._moves.apply(plan)
         if self._tier is not None:
             self._tier.apply(plan)

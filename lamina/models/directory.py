@@ -94,6 +94,14 @@ class ModelDirectory:
         return [file for file in described if file.is_file()] + sorted(weights)
 
     @property
+    def kv_heads(self) -> int | None:
+        """The KV heads of every attention, if the config states them; None if it may have several numbers of them."""
+        config = self.text_config
+        heads = config.get("num_key_value_heads")
+        others = [name for name in config if "key_value_heads" in name or "kv_heads" in name or name == "block_configs"]
+        return heads if isinstance(heads, int) and others == ["num_key_value_heads"] else None
+
+    @property
     def max_model_len(self) -> int | None:
         return max_model_len(self.config)
 

@@ -315,7 +315,7 @@ class Dealer:
     def may_lend(self, rotates: bool) -> bool:
         """Return whether a lane in which sequences decode may run a chunk of another lane's prompt next, without a
         pace. ``rotates``: whether lanes rotate over the replicas."""
-        return bool(self._lenders) and (rotates or self._pipeline.stages > 1)
+        return bool(self._lenders) and (rotates or self._pipeline.most_stages > 1)
 
     def borrow(self, lane: Lane, rows: DecodeRows, chunks: list[SequenceStep], rotates: bool) -> Group | None:
         """Let a lane run a chunk of another lane's prompt in the rows that its own sequences leave.
@@ -370,7 +370,7 @@ class Dealer:
         replicas = pipeline.replicas_of(lane.number, rotates)
         others = (one for one in self._lanes[: self.active] if one.number % pipeline.replicas in replicas)
         busy = sum(one is not lane and one.runs_chunks for one in others)
-        return busy < len(replicas) * pipeline.stages
+        return busy < len(replicas) * pipeline.shape_of(replicas[0]).stages
 
     def _worth(self, policy: LanePolicy, lane: Lane, most: int) -> list[Lane]:
         """Return the lanes of which ``lane`` should run a chunk of ``most`` tokens, the first choice first."""

@@ -153,7 +153,7 @@ class LaneChooser:
             progress = 1 + prompts * (more - 1)
             return progress * self._rate(one, each, attention * each / rows, unequal) / one.lanes
 
-        least = self._pipeline.replicas * self._pipeline.stages
+        least = self._pipeline.stage_count
         allowed = [one for one in self._pipeline.choices if one.lanes <= max(sequences, least)]
         best_before, self._best = self._best, max(allowed, key=speed)
         if self._best == best_before and speed(self._best) > WORTH * speed(self.active):
@@ -177,7 +177,7 @@ class LaneChooser:
         lanes are tried, which makes waits measurable.
         """
         elapsed = now - self._since if self._since is not None else 0.0
-        if self._seconds < SATURATED * elapsed * self._pipeline.replicas * self._pipeline.stages:
+        if self._seconds < SATURATED * elapsed * self._pipeline.stage_count:
             for rows, seconds in self._seen:
                 self._waits.note(rows, seconds)
         elif self._waits.known:
@@ -196,7 +196,7 @@ class LaneChooser:
             attention: seconds of the busiest memory worker per step.
             unequal: squared coefficient of variation of step times, at most 1.
         """
-        replicas, stages, slices = self._pipeline.replicas, self._pipeline.stages, self._slices.at(rows)
+        replicas, stages, slices = self._pipeline.replicas, self._pipeline.shape.stages, self._slices.at(rows)
         wait = max(self._waits.at(rows) if self._waits.known else 0.0, attention)
         visited, customers, systems = (
             (replicas, one.lanes, 1) if one.rotates else (stages, one.lanes // replicas, replicas)

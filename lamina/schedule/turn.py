@@ -126,7 +126,7 @@ class Turn:
             step_bound_s: Longest time of a step with decoding sequences, kept by small chunks of prompts.
             balance: Policy that moves KV between memory workers.
         """
-        self._pace = None if step_bound_s is None else Pace(step_bound_s, pipeline.replicas * pipeline.stages)
+        self._pace = None if step_bound_s is None else Pace(step_bound_s, pipeline.stage_count)
         self.scheduler = Scheduler(
             limits,
             placement,
@@ -189,7 +189,7 @@ class Turn:
     def _follow(self, topology: Topology) -> None:
         self._serves = topology.serves
         if self._pace is not None:
-            self._pace.set_replicas(topology.pipeline.replicas * topology.pipeline.stages)
+            self._pace.set_replicas(topology.pipeline.stage_count)
         if topology.pipeline != self._pipeline:
             self._pipeline = topology.pipeline
             self._chooser = chooser(self._pipeline)

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.cluster.degrees import parse_computes, shapes
 from lamina.cluster.pool import (
     GPUS,
     MAX_COUNT,
@@ -12,11 +13,15 @@ from lamina.cluster.pool import (
     PoolEntry,
     assign,
     assign_pools,
+    kinds,
     memory_pool,
     parse,
     parse_bounds,
+    size,
 )
+from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
+from lamina.core.pipeline import Shape
 
 KINDS = ["cpu", *GPUS]
 NO_GPU = Devices(cores=2, ram_bytes=23 * 2**30)
@@ -67,12 +72,36 @@ def test_a_count_left_out_is_one() -> None:
         ("cpu 2", "contains 'cpu 2'"),
         ("local:2", "gives local a count"),
         ("local,local", "names local 2 times; write it once"),
+        ("cpu:2/tp2", "has degrees; only --prefill and --compute of `lamina launch` take them"),
     ],
 )
 def test_a_bad_pool_says_what_is_wrong_and_what_to_type(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "compute", "shapes_of_both", "workers"),
+    [
+        (None, "cpu:8", (Shape(2, 2), Shape(2, 2)), 8),
+        (None, "cpu:4/tp4", (Shape(4, 2), Shape(4, 2)), 4),
+        ("cpu:6/tp1", "cpu:8/tp4/pp1", (Shape(1, 2), Shape(4, 1)), 14),
+        ("a100:2,h100:2 / PP4", "cpu", (Shape(2, 4), Shape(2, 2)), 5),
+    ],
+)
+def test_degrees_of_a_pool_replace_those_of_both(
+    prefill: str | None, compute: str, shapes_of_both: tuple[Shape, Shape], workers: int
+) -> None:
+    config = EngineConfig(prefill=prefill, compute=compute, tensor_parallel=2, pipeline_parallel=2)
+    assert shapes(config) == shapes_of_both
+    assert len(kinds(parse_computes(config))) == size(prefill) + size(compute) == workers
+
+
+@pytest.mark.parametrize("text", ["cpu:2/", "cpu:2/tp", "cpu:2/tp0", "cpu:2/pp2/tp2", "cpu/tp2,h100/tp2", "cpu/x2"])
+def test_bad_degrees_say_what_to_type(text: str) -> None:
+    with pytest.raises(ConfigError, match="once, after the last count, such as cpu:4/tp2 or"):
+        parse_computes(EngineConfig(compute=text))
 
 
 def test_cpus_are_always_available() -> None:

@@ -7,7 +7,7 @@ import pytest
 from lamina.cluster.bringup import Saved, kept_of
 from lamina.control.messages import Computed, Recalled
 from lamina.core.errors import TransportError
-from lamina.core.pipeline import Pipeline
+from lamina.core.pipeline import Pipeline, Shape
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Segment
 from lamina.schedule.limits import Limits
@@ -68,7 +68,7 @@ def test_of_several_reports_the_longest_counts_and_of_lost_workers_none() -> Non
 def test_of_local_memory_what_all_stages_of_the_replica_have_is_kept(there: int, tokens: int) -> None:
     """Segments name the first stage; the last one reports what was computed."""
     stages = Member("compute0", "compute", "cpu", "", 100), Member("compute1", "compute", "cpu", "")
-    topology = Topology(FIRST, stages, Pipeline(2, 1, stages=2, starts=(0, 2)))
+    topology = Topology(FIRST, stages, Pipeline(2, 1, shape=Shape(1, 2, (0, 2))))
     report = computed(40, segment("compute0", (0, 4), 0, None))
     held = {7: [(0, 0, 4, there)]} if there else {}
     reports = {"compute0": Recalled(held={7: [(0, 0, 4, 40)]}), "compute1": Recalled([report], held)}

@@ -9,6 +9,7 @@ from lamina.cluster import sizing
 from lamina.cluster.refusals import refusals, require_allowed
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
+from lamina.core.pipeline import Shape
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "tensor_parallel": (1, 2),
@@ -38,13 +39,13 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
                 continue
             for shared in (False, True):
                 order = sizing.pipeline(config, count, shared)
-                assert order.replicas * order.stages * order.ranks == count
+                assert order.stage_count * order.most_ranks == count
                 for one in (order.first_arrangement, *order.choices):
                     visited = {
                         worker for lane in range(one.lanes) for worker in order.workers_of(lane, rotates=one.rotates)
                     }
                     assert visited == set(range(count))
-            for left in (each for each in COUNTS if each % order.workers == 0):
+            for left in (each for each in COUNTS if each % order.shape.workers == 0):
                 sizing.pipeline(sizing.fit_lanes(config, left), left, shared=False)  # or ValueError
     assert min(seen.values()) > 500
 
@@ -122,6 +123,37 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
             "a rank that waits in a sum receives nothing over TCP.*leave out transport",
         ),
         ({"prefill": "cpu:1", "tensor_parallel": 2}, ["cpu"] * 4, ["cpu"], "give --prefill a multiple of 2"),
+        (
+            {"prefill": "cpu:3/tp2"},
+            ["cpu"] * 4,
+            ["cpu"],
+            "tensor_parallel 2 with 3 prefill workers.*give --prefill",
+        ),
+        (
+            {"prefill": "cpu:2/tp2", "compute": "cpu:6/pp4"},
+            ["cpu"] * 8,
+            ["cpu"],
+            "pipeline_parallel 4 with 6 compute workers: .*give --compute a multiple of 4",
+        ),
+        (
+            {"prefill": "cpu:2/tp2", "compute": "cpu:2"},
+            ["cpu"] * 4,
+            ["local"],
+            "memory local, prefill cpu:2/tp2 and compute cpu:2: .*give both pools the same degrees, or use memory wor",
+        ),
+        (
+            {**BALANCED, "autoscale": "prefill=1:2", "prefill": "cpu:1", "compute": "cpu:4/tp2"},
+            ["cpu"] * 5,
+            ["cpu"],
+            "a replica that changes its role keeps its ranks and stages.*leave prefill out of autoscale",
+        ),
+        (
+            {"prefill": "cpu:2/pp2", "lanes": 3},
+            ["cpu"] * 3,
+            ["cpu"],
+            "lanes 3 with 2 replicas of 2 stages",
+        ),
+        ({"prefill": "cpu:2/tp2", "partition": "token"}, ["cpu"] * 3, ["cpu"], "tensor_parallel 2 and partition token"),
         ({"partition": "head"}, ["cpu"] * 2, ["local"], "the heads of a request stay on one replica"),
         ({"partition": "head", "pipeline_parallel": 2}, ["cpu"] * 4, ["local"], "the heads of a request stay on one"),
         ({"kv_overcommit": 2.0}, ["cpu"], ["local"], "kv_overcommit and memory local"),
@@ -155,7 +187,7 @@ def test_stages_may_have_local_memory(ranks: int, memories: list[str], lanes: in
     config = EngineConfig(pipeline_parallel=2, tensor_parallel=ranks, lanes=lanes)
     require_allowed(config, ["cpu"] * 4 * ranks, memories)
     order = sizing.with_lending(sizing.pipeline(config, 4 * ranks, shared=False, local=True), ["cpu"])
-    assert (order.replicas, order.stages, order.ranks) == (2, 2, ranks)
+    assert (order.replicas, order.shape) == (2, Shape(ranks, 2))
     assert not order.may_rotate and not order.lends
 
 

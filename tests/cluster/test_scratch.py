@@ -1,6 +1,7 @@
 """Which clusters have scratch memory, and how much of it."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,6 +86,8 @@ def sized(
 ) -> dict[str, int]:
     """Return the tokens of each worker's scratch memory."""
     made = plan(["cpu"] * 4, ["cpu"], prompt_attention=prompt_attention, **settings)
+    shape = replace(made.pipeline.shape, starts=starts)
+    made = replace(made, pipeline=replace(made.pipeline, shape=shape))
     nbytes = scratch_bytes(made, found, places, holders, taken or dict.fromkeys(found, 0))
     return scratch_tokens(made, loaded(starts), nbytes)
 

@@ -11,7 +11,7 @@ from lamina.cluster.pool import Assigned, Devices
 from lamina.config.engine_config import EngineConfig
 from lamina.control.messages import Hello
 from lamina.core.errors import ConfigError
-from lamina.core.pipeline import Pipeline
+from lamina.core.pipeline import Pipeline, Shape
 from lamina.core.topology import Role
 from lamina.models import directory
 from lamina.transport.endpoint import OWN_CORES_SPIN_S, SPIN_S, spin_s
@@ -168,14 +168,14 @@ def test_four_compute_workers_are_two_replicas_of_two_ranks() -> None:
 
 def test_eight_compute_workers_are_two_replicas_of_two_stages_of_two_ranks() -> None:
     order = sizing.pipeline(EngineConfig(tensor_parallel=2, pipeline_parallel=2), 8, shared=True)
-    assert (order.replicas, order.stages, order.ranks, order.lanes) == (2, 2, 2, 4)
+    assert (order.replicas, order.shape, order.lanes) == (2, Shape(2, 2), 4)
     assert [order.workers_of(lane) for lane in range(2)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert order.announces and not sizing.pipeline(EngineConfig(tensor_parallel=2), 2, shared=True).announces
 
 
 def test_four_compute_workers_are_two_replicas_of_two_stages() -> None:
     order = sizing.pipeline(EngineConfig(pipeline_parallel=2), 4, shared=True)
-    assert (order.replicas, order.stages, order.lanes, order.rotates) == (2, 2, 4, False)
+    assert (order.replicas, order.shape, order.lanes, order.rotates) == (2, Shape(1, 2), 4, False)
     assert order.first_arrangement.lanes == 4
     assert [order.workers_of(lane) for lane in range(4)] == [(0, 1), (2, 3)] * 2
     apart = sizing.pipeline(EngineConfig(pipeline_parallel=2), 4, shared=False)

@@ -10,6 +10,7 @@ from lamina.cluster.slabs import Rows, SlabSize, slab_size, with_capacities
 from lamina.config.engine_config import EngineConfig
 from lamina.control.messages import MemorySetup, Resources
 from lamina.core.errors import ConfigError
+from lamina.core.pipeline import Shape
 from lamina.core.types import AttentionSpec, KvElement
 from lamina.kernels.gpu.specialize import power_of_two
 from lamina.memory.device.windows import most_rows
@@ -64,7 +65,7 @@ def test_stages_of_a_replica_have_as_many_slots_as_the_fewest_of_them_for_their_
     assert not made.pipeline.lends
 
     def made_of(*starts: int) -> tuple[list[MemorySetup], dict[str, int]]:
-        staged = replace(made, pipeline=replace(made.pipeline, starts=starts))
+        staged = replace(made, pipeline=replace(made.pipeline, shape=Shape(1, 2, starts)))
         setup = staged.memory_setup(loaded(starts), shards=1)
         found = dict.fromkeys(staged.computes, Resources(0, 0, 10**9, 10**9))
         _, capacities = with_capacities(staged, setup, found)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.core.pipeline import Arrangement, Pipeline
+from lamina.core.pipeline import Arrangement, Pipeline, Shape
 
 rotational = st.integers(1, 6).map(lambda replicas: Pipeline(replicas + 1, replicas, rotates=True))
 fixed = st.tuples(st.integers(1, 5), st.integers(0, 6)).map(lambda pair: Pipeline(pair[0] + pair[1], pair[0]))
@@ -129,9 +129,7 @@ staged = st.tuples(st.integers(1, 3), st.integers(2, 4), st.integers(0, 3), st.i
     lambda sizes: Pipeline(
         sizes[0] * sizes[1] + sizes[2],
         sizes[0],
-        stages=sizes[1],
-        ranks=sizes[3],
-        starts=tuple(2 * one for one in range(sizes[1])),
+        shape=Shape(sizes[3], sizes[1], tuple(2 * one for one in range(sizes[1]))),
     )
 )
 
@@ -140,7 +138,7 @@ staged = st.tuples(st.integers(1, 3), st.integers(2, 4), st.integers(0, 3), st.i
 def test_the_stages_of_a_step_are_those_of_its_slices(
     pipeline: Pipeline, lane: int, turn: int, rotates: bool | None
 ) -> None:
-    rotates = False if pipeline.starts else rotates
+    rotates = False if pipeline.shape.starts else rotates
     each = [pipeline.stage(lane, turn, index, rotates) for index in range(7)]
     assert pipeline.stages_of(lane, turn, 7, rotates) == each
 
@@ -148,11 +146,12 @@ def test_the_stages_of_a_step_are_those_of_its_slices(
 @given(staged, st.integers(0, 9), st.integers(0, 50))
 def test_stages_run_their_own_slices_of_every_step_in_order(pipeline: Pipeline, lane: int, turn: int) -> None:
     lane %= pipeline.lanes
-    slices = range(2 * pipeline.stages + 1)
+    stages = pipeline.shape.stages
+    slices = range(2 * stages + 1)
     ran = [pipeline.stage(lane, turn, index) for index in slices]
-    first = lane % pipeline.replicas * pipeline.stages
-    assert ran == [first + min(index // 2, pipeline.stages - 1) for index in slices]
-    ranks = range(pipeline.ranks)
+    first = lane % pipeline.replicas * stages
+    assert ran == [first + min(index // 2, stages - 1) for index in slices]
+    ranks = range(pipeline.shape.ranks)
     assert pipeline.workers_of(lane) == tuple(one * len(ranks) + rank for one in dict.fromkeys(ran) for rank in ranks)
     following = ran[1:] + ran[:1]  # the tokens drawn go back to the first stage
     for one, other in zip(ran, following, strict=True):
@@ -163,26 +162,27 @@ def test_stages_run_their_own_slices_of_every_step_in_order(pipeline: Pipeline, 
 @given(staged)
 def test_stages_are_linked_with_their_neighbours_in_the_replica_alone(pipeline: Pipeline) -> None:
     """Rank by rank."""
-    workers = range(pipeline.replicas * pipeline.workers)
+    shape = pipeline.shape
+    workers = range(pipeline.replicas * shape.workers)
     for one in workers:
         peers = [other for other in workers if other != one and pipeline.exchanges(one, other)]
-        assert len(peers) == min(2, pipeline.stages - 1)
-        assert {peer // pipeline.workers for peer in peers} == {one // pipeline.workers}
-        assert {peer % pipeline.ranks for peer in peers} == {one % pipeline.ranks}
+        assert len(peers) == min(2, shape.stages - 1)
+        assert {peer // shape.workers for peer in peers} == {one // shape.workers}
+        assert {peer % shape.ranks for peer in peers} == {one % shape.ranks}
 
 
 def test_segments_name_the_same_rank_of_the_first_stage() -> None:
-    pipeline = Pipeline(4, 2, ranks=2, stages=2)
+    pipeline = Pipeline(4, 2, shape=Shape(2, 2))
     assert [pipeline.home(number) for number in range(8)] == [0, 1, 0, 1, 4, 5, 4, 5]
     assert pipeline.holders("abcdefgh") == {"a": ("a", "c"), "b": ("b", "d"), "e": ("e", "g"), "f": ("f", "h")}
-    assert Pipeline(4, 4, ranks=2).holders("abcdefgh") == {}
+    assert Pipeline(4, 4, shape=Shape(2)).holders("abcdefgh") == {}
 
 
 @pytest.mark.parametrize(
     ("pipeline", "says"),
     [
-        ({"lanes": 3, "replicas": 2, "stages": 2}, "3 lanes cannot keep 2 replicas of 2 stages busy"),
-        ({"lanes": 2, "replicas": 1, "stages": 2, "rotates": True}, "cannot rotate over replicas besides"),
+        ({"lanes": 3, "replicas": 2, "shape": Shape(stages=2)}, "3 lanes cannot keep 2 replicas of 2 stages busy"),
+        ({"lanes": 2, "replicas": 1, "shape": Shape(stages=2), "rotates": True}, "cannot rotate over replicas besides"),
     ],
 )
 def test_impossible_stages_are_refused(pipeline: dict, says: str) -> None:
@@ -198,7 +198,57 @@ def test_any_pipeline_goes_on_with_fewer_replicas(pipeline: Pipeline, data: st.D
     for one in (left.first_arrangement, *left.choices):
         assert left.replicas <= one.lanes <= pipeline.lanes
         assert not one.rotates or one.lanes == left.replicas + 1
-        assert (left.stages, left.starts) == (pipeline.stages, pipeline.starts)
+        assert left.shape == pipeline.shape
         used = {left.replica(lane, 0, one.rotates) for lane in range(one.lanes)}
         assert used == set(range(left.replicas))
     assert {one.rotates for one in left.choices} >= {False} & {one.rotates for one in pipeline.choices}
+
+
+shapes = st.builds(Shape, st.integers(1, 3), st.integers(1, 3))
+
+
+@given(shapes, shapes, st.integers(0, 3), st.integers(1, 3))
+def test_workers_are_numbered_by_replica_stage_and_rank_whatever_their_shapes(
+    early: Shape, late: Shape, prefill: int, decode: int
+) -> None:
+    """Compared with a list of all workers."""
+    replicas, own = prefill + decode, [early] * prefill + [late] * decode
+    lanes = replicas * max(each.stages for each in own)
+    pipeline = Pipeline(lanes, replicas, shape=late, prefill_shape=early, prefill=prefill)
+    stages = [(replica, stage) for replica, shape in enumerate(own) for stage in range(shape.stages)]
+    every = [(*stage, rank) for stage in stages for rank in range(own[stage[0]].ranks)]
+    assert pipeline.stage_count == len(stages)
+    for number, (replica, stage, rank) in enumerate(every):
+        alike = [other for other, one in enumerate(every) if one[:2] == (replica, stage)]
+        assert (pipeline.replica_at(number), pipeline.shape_of(replica)) == (replica, own[replica])
+        assert pipeline.stage_at(number) == stages.index((replica, stage))
+        assert list(pipeline.ranks_at(number)) == alike
+        assert pipeline.worker_at(pipeline.stage_at(number), rank) == number
+        assert every[pipeline.home(number)] == (replica, 0, rank)
+        assert [*pipeline.workers_in(replica)] == [other for other, one in enumerate(every) if one[0] == replica]
+        holders = [one for one in every if one[0] == replica and one[2] == rank]
+        names = [str(one) for one in every]
+        found = pipeline.holders(names).get(names[pipeline.home(number)])
+        assert found == (tuple(map(str, holders)) if len(holders) > 1 else None)
+    for lane in range(lanes):
+        assert list(pipeline.workers_of(lane)) == [*pipeline.workers_in(lane % replicas)]
+        assert pipeline.stage(lane, 0, 0) == stages.index((lane % replicas, 0))
+    doors = [pipeline.door(lane, rank) for lane in range(lanes) for rank in range(own[lane % replicas].ranks)]
+    assert len({*doors}) == len(doors)
+    assert all(pipeline.door(pipeline.lane_of(door), pipeline.rank_of(door)) == door for door in doors)
+
+
+@given(shapes, shapes, st.integers(0, 3), st.integers(1, 3), st.data())
+def test_shapes_of_pools_stay_while_replicas_are_lost_and_come(
+    early: Shape, late: Shape, prefill: int, decode: int, data: st.DataObject
+) -> None:
+    lanes = (prefill + decode) * max(early.stages, late.stages)
+    pipeline = Pipeline(lanes, prefill + decode, shape=late, prefill_shape=early).with_replicas(
+        prefill + decode, prefill
+    )
+    for _ in range(3):
+        prefills, computes = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
+        left = pipeline.with_workers(prefills * early.workers, computes * late.workers)
+        own = [left.shape_of(replica) for replica in range(left.replicas)]
+        assert own == ([early] * prefills + [late] * computes or [late])
+        assert left.door(3, 0) == pipeline.door(3, 0), "memory workers know lanes by these numbers"

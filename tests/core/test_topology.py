@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.core.pipeline import Pipeline
+from lamina.core.pipeline import Pipeline, Shape
 from lamina.core.topology import FIRST, Member, Topology
 
 MOST = 6  # replicas
@@ -12,7 +12,7 @@ MOST = 6  # replicas
 @given(st.data(), st.integers(1, 3))
 def test_a_worker_stays_in_its_pool_until_its_replica_changes_the_role(data: st.DataObject, workers: int) -> None:
     """Compared with a dictionary of the pools, whatever happens to the others."""
-    base = Pipeline(MOST, 2, ranks=workers)
+    base = Pipeline(MOST, 2, shape=Shape(workers))
     members = [Member(f"compute{number}", "compute", "cpu", "") for number in range(2 * workers)]
     topology = Topology(FIRST, (*members, Member("memory0", "memory", "cpu", "", 9)), base)
     expected = {member.name: "compute" for member in members} | {"memory0": "memory"}

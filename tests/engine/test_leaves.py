@@ -17,7 +17,7 @@ from lamina.control.messages import Change, Release
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, TransportError
 from lamina.core.heads import HeadShards
-from lamina.core.pipeline import Pipeline
+from lamina.core.pipeline import Pipeline, Shape
 from lamina.core.topology import FIRST, Member, Pool, Role, Topology, may_run
 from lamina.engine.changes import Joiner, JoinStage, Leaves
 from lamina.engine.members import Members
@@ -166,7 +166,7 @@ def test_pools_grow_no_further_than_a_memory_worker_has_room_for_links() -> None
 
 def test_a_replica_that_leaves_stays_as_a_whole_once_the_other_one_is_lost() -> None:
     computes = tuple(Member(f"compute{number}", "compute", "cpu", "") for number in range(4))
-    topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(2, 2, ranks=2))
+    topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(2, 2, shape=Shape(2)))
     pools, resize = pools_of(topology), Resize()
     pools.resize({"compute": PoolChange(-2, "")}, resize)
     assert pools.states == {"compute2": "draining", "compute3": "draining"}
@@ -318,7 +318,7 @@ def test_an_engine_that_takes_over_lets_workers_leave_that_were_to_leave(
 ) -> None:
     """But never the last of a pool, and of a replica with several workers all or none."""
     computes = tuple(Member(f"compute{number}", "compute", "cpu", "") for number in range(4))
-    topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(2, 2, ranks=2))
+    topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(2, 2, shape=Shape(2)))
     turn = Turn(Limits(8, 64, 60), Placement(topology.capacities), topology.pipeline, attentions=2, kv_heads=4)
     turn.scheduler.placement.reserve_on("memory0", 5)
     wanted: dict[Pool, int] = {"prefill": 0, "compute": wanted_compute, "memory": wanted_memory}
@@ -401,7 +401,7 @@ def test_an_engine_that_takes_over_ends_role_changes_and_starts_only_what_is_los
 ) -> None:
     """The earlier engine has saved its targets, and died before any role had changed."""
     computes = tuple(Member(f"compute{number}", "compute", "cpu", "") for number in range(3 * ranks))
-    topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(3, 3, ranks=ranks, prefill=prefill))
+    topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(3, 3, shape=Shape(ranks), prefill=prefill))
     wanted: dict[Pool, int] = {"prefill": wanted_prefill * ranks, "compute": wanted_compute * ranks, "memory": 2}
     pools = pools_of(topology, wanted=wanted)
     assert pools.states == {f"compute{number * ranks + rank}": "turning" for number in turning for rank in range(ranks)}
@@ -414,7 +414,7 @@ def test_an_engine_that_takes_over_ends_role_changes_and_starts_only_what_is_los
 def test_a_replica_starts_once_as_many_agents_wait_as_it_has_workers() -> None:
     """An agent that has gone before the next one applies does not count, nor as an offer of another one."""
     computes = tuple(Member(f"compute{number}", "compute", "cpu", "") for number in range(2))
-    topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(1, 1, ranks=2))
+    topology = Topology(FIRST, (*computes, *TOPOLOGY.members[1:]), Pipeline(1, 1, shape=Shape(2)))
     agents = list[Pool]()
     pools = pools_of(topology, agents=agents)
     waits: Sequence[tuple[Sequence[Pool], int]] = [
@@ -543,10 +543,10 @@ def test_a_replica_that_holds_kv_stays_only_if_no_other_is_left(memories: int, l
 
 def whole_replicas(stages: int = 1, ranks: int = 1) -> Topology:
     """Return two replicas with local memory, of which only the workers of the first stage have capacities."""
-    pipeline = Pipeline(2 * stages, 2, stages=stages, ranks=ranks)
+    pipeline = Pipeline(2 * stages, 2, shape=Shape(ranks, stages))
     members = (
         Member(f"compute{number}", "compute", "cpu", "", 30 * (pipeline.home(number) == number))
-        for number in range(2 * pipeline.workers)
+        for number in range(2 * pipeline.shape.workers)
     )
     return Topology(FIRST, tuple(members), pipeline)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lamina.core.errors import RequestError
 from lamina.core.heads import HeadShards
-from lamina.core.pipeline import Pipeline
+from lamina.core.pipeline import Pipeline, Shape
 from lamina.core.segments import grown
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Segment
@@ -145,7 +145,7 @@ def test_requests_on_the_ranks_of_a_replica_have_its_memory_and_what_all_share()
     """Two replicas of two ranks, which hold four heads each, beside a memory worker."""
     members = [Member(f"compute{number}", "compute", "cpu", "", 100) for number in range(4)]
     members.append(Member("memory0", "memory", "cpu", "", 80))
-    whole = Topology(FIRST, tuple(members), Pipeline(4, 2, ranks=2))
+    whole = Topology(FIRST, tuple(members), Pipeline(4, 2, shape=Shape(2)))
     one = partitioned("auto", whole.capacities, HeadShards(8, 2), None, whole)
     replicas = ["compute0[0:1]+compute1[1:2]", "compute2[0:1]+compute3[1:2]"]
     assert {place: one.capacities[place] for place in replicas} == dict.fromkeys(replicas, 200)

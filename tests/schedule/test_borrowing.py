@@ -7,7 +7,7 @@ import pytest
 
 from lamina.control.messages import StepDone
 from lamina.core.heads import HeadShards
-from lamina.core.pipeline import Pipeline
+from lamina.core.pipeline import Pipeline, Shape
 from lamina.core.requests import Group
 from lamina.core.segments import by_worker
 from lamina.core.steps import StepPlan
@@ -30,7 +30,7 @@ def turn(
 ) -> Turn:
     members = [Member("memory0", "memory", "cpu", "", 400)]
     if local:
-        slots = [0 if number % pipeline.stages else 400 for number in range(pipeline.replicas * pipeline.stages)]
+        slots = [0 if number % pipeline.shape.stages else 400 for number in range(pipeline.stage_count)]
         members = [Member(f"compute{number}", "compute", "cpu", "", each) for number, each in enumerate(slots)]
     topology = Topology(FIRST, tuple(members), pipeline)
     placement = Placement(topology.capacities, longest, partition, topology)
@@ -106,7 +106,7 @@ def beside_decoding(pipeline: Pipeline, busy_s: Callable[[StepPlan], float] | No
 
 
 def test_lanes_that_decode_borrow_in_the_rows_that_are_left() -> None:
-    first, second = [*beside_decoding(Pipeline(2, 1, stages=2))][15]
+    first, second = [*beside_decoding(Pipeline(2, 1, shape=Shape(stages=2)))][15]
     assert len(first.decoding.sequences) == len(second.decoding.sequences) == 1
     assert sorted(spans([first, second]))[0][2] == sorted(spans([first, second]))[1][1]
     assert all(len(chunk.tokens) == ROWS - 1 for plan in (first, second) for chunk in plan.chunks)
@@ -121,8 +121,8 @@ def no_time(plan: StepPlan) -> float:
     [
         (Pipeline(2, 1), 1, 1),
         (Pipeline(4, 2), 1, 2),
-        (Pipeline(3, 1, stages=2), 2, 2),
-        (Pipeline(4, 1, stages=4), 4, 4),
+        (Pipeline(3, 1, shape=Shape(stages=2)), 2, 2),
+        (Pipeline(4, 1, shape=Shape(stages=4)), 4, 4),
         (Pipeline(3, 2, rotates=True), 2, 2),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_lanes_own_prompts_come_first() -> None:
 
 
 def test_steps_of_a_lane_that_may_borrow_next_are_not_taken_for_the_last_one_again() -> None:
-    made = turn(pipeline=Pipeline(3, 1, stages=2))
+    made = turn(pipeline=Pipeline(3, 1, shape=Shape(stages=2)))
     for number in range(3):
         made.scheduler.submit(request(f"decoding {number}", 2, max_tokens=50))
     plans = list(made.plan(0.0))
@@ -187,8 +187,8 @@ def test_steps_of_a_lane_that_may_borrow_next_are_not_taken_for_the_last_one_aga
         (Pipeline(2, 2, lends=True), 40, {0, 1}),
         (Pipeline(2, 2, lends=True), None, {0}),
         (Pipeline(4, 2, lends=True), 40, {0, 1}),
-        (Pipeline(4, 2, stages=2), None, {0, 2}),
-        (Pipeline(6, 1, stages=3), None, {0, 1, 2}),
+        (Pipeline(4, 2, shape=Shape(stages=2)), None, {0, 2}),
+        (Pipeline(6, 1, shape=Shape(stages=3)), None, {0, 1, 2}),
     ],
 )
 def test_with_local_memory_one_lane_of_each_stage_of_replicas_that_hold_kv_of_a_prompt_runs_its_chunks(

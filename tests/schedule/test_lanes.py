@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.core.pipeline import Arrangement, Pipeline
+from lamina.core.pipeline import Arrangement, Pipeline, Shape
 from lamina.schedule.lane_choice import STEPS_BETWEEN_LOOKS, LaneChooser, StepTable, chooser
 
 
@@ -12,7 +12,7 @@ def choices(replicas: int, stages: int = 1) -> Pipeline:
     """Two, one or three fixed lanes for each stage of each replica."""
     computes = replicas * stages
     fixed = tuple(Arrangement(each * computes) for each in (2, 1, 3))
-    return Pipeline(3 * computes, replicas, choices=fixed, stages=stages)
+    return Pipeline(3 * computes, replicas, choices=fixed, shape=Shape(stages=stages))
 
 
 def settle(

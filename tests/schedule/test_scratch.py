@@ -3,7 +3,7 @@
 import pytest
 
 from lamina.control.messages import StepDone
-from lamina.core.pipeline import Arrangement, Pipeline
+from lamina.core.pipeline import Arrangement, Pipeline, Shape
 from lamina.core.requests import Group
 from lamina.core.steps import SequenceStep, StepPlan
 from lamina.core.topology import Epoch, Member, Topology
@@ -118,7 +118,7 @@ def test_room_is_free_once_the_workers_have_forgotten_a_prompt(preempts: bool) -
 
 
 def topology(pipeline: Pipeline, tokens: int = TOKENS, number: int = 2) -> Topology:
-    names = [f"compute{each}" for each in range(pipeline.replicas * pipeline.workers)]
+    names = [f"compute{each}" for each in range(pipeline.replicas * pipeline.shape.workers)]
     members = [Member(name, "compute", "cpu", "host", scratch=tokens) for name in names]
     return Topology(Epoch(0, number), (*members, Member("memory0", "memory", "cpu", "host", 900)), pipeline)
 
@@ -174,7 +174,7 @@ def test_a_prompt_that_returns_to_its_replica_before_it_has_run_elsewhere_uses_m
 
 
 def test_a_replica_has_as_much_scratch_memory_as_the_worker_with_least() -> None:
-    pipeline = Pipeline(2, 2, ranks=2)
+    pipeline = Pipeline(2, 2, shape=Shape(2))
     members = [Member(f"compute{each}", "compute", "cpu", "host", scratch=9 - each) for each in range(4)]
     made = Topology(Epoch(0, 1), (*members, Member("memory0", "memory", "cpu", "host", 900)), pipeline)
     assert made.scratch == (("compute0", 8), ("compute2", 6))

@@ -19,7 +19,7 @@ from lamina.compute.sequences import Sequences
 from lamina.control.messages import MemorySetup, StepDone
 from lamina.core.errors import ConfigError, RequestError
 from lamina.core.heads import HeadShards
-from lamina.core.pipeline import Pipeline
+from lamina.core.pipeline import Pipeline, Shape
 from lamina.core.requests import Completion, Group
 from lamina.core.sampling import SamplingParams
 from lamina.core.steps import StepPlan
@@ -101,9 +101,7 @@ class World:
         self.first = Pipeline(
             lanes,
             replicas,
-            ranks=ranks,
-            stages=stages,
-            starts=starts,
+            shape=Shape(ranks, stages, starts),
             prefill=prefill,
             lends=self.lends,
             one_way=one_way,

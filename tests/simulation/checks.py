@@ -219,7 +219,7 @@ def check_quiet(run: "Simulation") -> None:
             back = _channels(workers[peer])[name]
             freed, used = back._freed, channel._slots_there.used
             # What the last step of a lane drew stays with the first stage until the lane has another step.
-            stages = topology.pipeline.stages > 1 and isinstance(workers[peer], ComputeWorker)
+            stages = topology.pipeline.most_stages > 1 and isinstance(workers[peer], ComputeWorker)
             held = topology.pipeline.lanes if stages and isinstance(worker, ComputeWorker) else 0
             require(
                 0 <= sum(used) - sum(freed) <= held,

@@ -197,8 +197,9 @@ class Faults:
         assert run.engine is not None
         if run.is_down:
             return
-        each = run.engine.topology.pipeline.workers
-        changes = {pool: count * (1 if pool == "memory" else each) for pool, count in fault.changes.items()}
+        order = run.engine.topology.pipeline
+        workers = {pool: 1 if pool == "memory" else order.shape_in(pool).workers for pool in fault.changes}
+        changes = {pool: count * workers[pool] for pool, count in fault.changes.items()}
         told = ", ".join(f"{role} {count:+d}" for role, count in changes.items())
         self._tell(f"scale {told}")
         try:

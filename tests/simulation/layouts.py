@@ -212,6 +212,30 @@ def _apart(made: Layout, chance: random.Random) -> Layout:
     return dataclasses.replace(made, computes=prefill + decode, config=config, one_way=False)
 
 
+def _degrees(made: Layout, chance: random.Random) -> Layout:
+    """Return a cluster whose replicas for prompts have other ranks or stages than those that decode."""
+    shapes = [(ranks, stages) for ranks in (1, 2) for stages in (1, 2, LAYERS)]
+    (early, late), prefill, decode = chance.sample(shapes, 2), chance.choice([1, 1, 2]), chance.choice([1, 1, 2])
+    prefills, computes = prefill * early[0] * early[1], decode * late[0] * late[1]
+    memories = max(1, made.memories)
+    config = dataclasses.replace(
+        made.config,
+        compute=f"{CPU}:{computes}/tp{late[0]}/pp{late[1]}",
+        prefill=f"{CPU}:{prefills}/tp{early[0]}/pp{early[1]}",
+        memory=f"{CPU}:{memories}",
+        partition=made.config.partition if made.config.partition in ("auto", "head") else "auto",
+        balance="auto",
+        kv_overcommit=1.0,
+        kv_spill_dir=None,
+        pipelining="fixed",
+        lanes=(prefill + decode) * max(early[1], late[1]) * chance.choice([1, 2]),
+    )
+    jitter = {plane: min(each, 20.0) for plane, each in made.jitter.items()}
+    return dataclasses.replace(
+        made, computes=prefills + computes, memories=memories, local=False, config=config, jitter=jitter, one_way=False
+    )
+
+
 USERS_OF_BLOCKS = "core.steps", "kv.disk", "memory.disk_tier", "memory.holdings"
 
 
@@ -287,6 +311,7 @@ VARIANTS: Mapping[str, Variant] = {
     "int8": Variant(0.15, _coded),
     "autoscale": Variant(0.1, _scaled),
     "roles": Variant(0.1, _balanced),
+    "degrees": Variant(0.1, _degrees),
 }
 """By name: what few other choices bring about. Each draws by itself, so that a new one changes no other seed."""
 

@@ -167,7 +167,7 @@ def load(
     runner = HashRunner(range(starts[setup.stage], (*starts, LAYERS + 1)[setup.stage + 1]), ranks, on_slice)
     context = runner.padded(setup.rows) * context_nbytes_per_token(runner.attentions, runner.contexts, setup.local)
     control.send(ModelLoaded(list(ATTENTIONS), DType.FLOAT32, 1, VOCABULARY, context, "hash", starts))
-    return runner, HeadShards.for_model(ATTENTIONS, setup.head_workers, setup.ranks)
+    return runner, HeadShards.for_model(ATTENTIONS, setup.head_workers, *setup.degrees)
 
 
 class Text:

@@ -108,12 +108,13 @@ class Simulation:
         except ValueError as error:  # too few lanes for the replicas
             raise ConfigError(str(error)) from error
         starts = stage_starts(self._deployment.model, stages) if stages > 1 else ()
-        return replace(pipeline, lends=self._deployment.lends, one_way=self._deployment.one_way, starts=starts)
+        shape = replace(pipeline.shape, starts=starts)
+        return replace(pipeline, lends=self._deployment.lends, one_way=self._deployment.one_way, shape=shape)
 
     @property
     def _stages(self) -> int:
         """Stages of all replicas, which the virtual cluster calls replicas."""
-        return self._pipeline.replicas * self._pipeline.stages
+        return self._pipeline.stage_count
 
     def _make_turn(self) -> Turn:
         deployment, shape = self._deployment, self._deployment.model
@@ -246,7 +247,7 @@ class Simulation:
         if fault.factor is None:
             self._die(now)
         elif fault.role == "compute":
-            before = self._pipeline.prefill * self._pipeline.stages
+            before = self._pipeline.prefill * self._pipeline.shape.stages
             self._cluster.slow_replica(before + fault.worker // self._deployment.tensor_parallel, fault.factor)
         else:
             self._cluster.slow_memory(fault.worker, fault.factor)
@@ -297,7 +298,7 @@ class Simulation:
     @property
     def _topology(self) -> Topology:
         """The stages of the replicas, each as one worker, and the memory workers."""
-        stages, without = self._pipeline.stages, self._pipeline.prefill if self._pipeline.one_way else 0
+        stages, without = self._pipeline.shape.stages, self._pipeline.prefill if self._pipeline.one_way else 0
         slots = [
             holder.kv_tokens - scratch if holder.local and replica >= without else 0
             for replica, (holder, scratch) in enumerate(zip(self._holders, self._scratch, strict=True))
@@ -413,7 +414,7 @@ class Simulation:
         deployment = self._deployment
         self._decisions.seconds = {what: TIMED * spent for what, spent in self._decisions.seconds.items()}
         replicas = [self._cluster.replica_work(index) for index in range(self._stages)]
-        prefill = self._pipeline.prefill * self._pipeline.stages
+        prefill = self._pipeline.prefill * self._pipeline.shape.stages
         memories = [self._cluster.memory_work(index) for index in range(deployment.memory_workers)]
         if self._roles is not None:  # every replica may have had both roles
             workers = deployment.compute_workers + deployment.prefill_workers

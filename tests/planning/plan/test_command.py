@@ -17,7 +17,7 @@ from lamina.cli import app, plan_commands, plan_ways
 from lamina.cluster import sizing
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import UserError
-from lamina.core.pipeline import Pipeline
+from lamina.core.pipeline import Pipeline, Shape
 from lamina.core.types import DType
 from lamina.models import hub
 from lamina.models.directory import BUNDLED
@@ -84,7 +84,7 @@ def test_the_advised_line_is_one_that_launch_takes(arguments: str, compute: str,
         assert settings["tensor_parallel"] == degree
         # The runtime's own pipeline accepts these lanes in this order, and admits the whole batch.
         assert settings["lanes"] == one["lanes"]
-        pipeline = Pipeline(one["lanes"], replicas, settings["pipelining"] == "rotational", ranks=degree)
+        pipeline = Pipeline(one["lanes"], replicas, settings["pipelining"] == "rotational", shape=Shape(degree))
         names = ("max_num_seqs", "max_num_batched_tokens")
         config = EngineConfig(**{name: settings[name] for name in names})
         assert sizing.step_limits(config, pipeline, 1).max_sequences >= one["batch"]

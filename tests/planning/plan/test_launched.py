@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from lamina.cli.plan_commands import launch_command, launching, obstacle
 from lamina.cluster import pool
+from lamina.cluster.degrees import parse_computes
 from lamina.cluster.refusals import require_allowed
 from lamina.compute.split_cache import prepare
 from lamina.config.engine_config import EngineConfig
@@ -136,7 +137,7 @@ def test_no_line_is_refused_or_has_stages(name: str) -> None:
     settings: dict[str, Any] = {flag[2:].replace("-", "_"): text for flag, text in given.items()}
     settings |= {flag: int(text) for flag, text in settings.items() if text.isdecimal()}
     config = EngineConfig(**settings)
-    require_allowed(config, pool.kinds(pool.parse_computes(config)), pool.kinds(pool.parse(settings["memory"])))
+    require_allowed(config, pool.kinds(parse_computes(config)), pool.kinds(pool.parse(settings["memory"])))
     there = "auto" if way.kind is Kind.PREFILL else "compute"  # where scratch memory is the default
     assert config.pipeline_parallel == 1 and (config.prompt_attention == there) == way.scratch
 
