@@ -6,14 +6,13 @@ import socket
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from lamina.cluster import locality, pool, sizing
-from lamina.cluster.bringup import Cluster, Saved, bring_up, greet, take_over
 from lamina.cluster.conversations import START_TIMEOUT_S, Launcher, OnProgress, Workers
 from lamina.cluster.degrees import parse_computes
-from lamina.cluster.joining import check_version
 from lamina.cluster.local_workers import LocalWorkers, SupervisedWorkers
 from lamina.cluster.pool import CUDA, LOCAL, REMOTE, Assigned, find_devices
 from lamina.cluster.refusals import require_allowed
@@ -27,8 +26,6 @@ from lamina.control.sockets import ANY, ControlServer
 from lamina.core.errors import ConfigError
 from lamina.core.topology import Pool, Role, Topology
 from lamina.core.types import ChatSettings
-from lamina.engine.engine import Engine
-from lamina.engine.timelines import OnTrace
 from lamina.models import directory
 from lamina.models.directory import ModelDirectory, checkpoint_digest, sampling_defaults
 from lamina.observe.timing import write_trace
@@ -36,6 +33,11 @@ from lamina.schedule.limits import Limits
 from lamina.schedule.policy import find_policy
 from lamina.text.tokenizer import Tokenizer
 from lamina.transport.listener import LOOPBACK
+
+if TYPE_CHECKING:  # imported while the workers start, which takes longer
+    from lamina.cluster.bringup import Cluster
+    from lamina.engine.engine import Engine
+    from lamina.engine.timelines import OnTrace
 
 REMOTE_TIMEOUT_S = 1800.0  # time in which people start the workers of other machines
 
@@ -82,12 +84,12 @@ class Home:
 def launch(
     config: EngineConfig,
     on_progress: OnProgress | None = None,
-    on_trace: OnTrace | None = None,
+    on_trace: "OnTrace | None" = None,
     *,
     workers: LocalWorkers | None = None,
     host: str = LOOPBACK,
     home: Home | None = None,
-) -> Engine:
+) -> "Engine":
     """Start the workers of ``config``, wait for those of other machines, and return a running engine.
 
     Args:
@@ -135,6 +137,8 @@ def launch(
         launcher, plan, cluster = _start(
             config, model, tokenizer, pools, local, where, control, own, on_progress or (lambda *_: None), trace
         )
+    from lamina.engine.engine import Engine
+
     save = partial(_save, home, cluster, plan.limits)
     return Engine(config, model, tokenizer, plan.limits, control, launcher, cluster, receivers, save)
 
@@ -161,13 +165,16 @@ def _start(
     own: LocalWorkers | SupervisedWorkers,
     on_progress: OnProgress,
     trace: bool,
-) -> tuple[Launcher, ClusterPlan, Cluster]:
+) -> "tuple[Launcher, ClusterPlan, Cluster]":
     """Start all workers and bring them up; if that fails, end them all."""
     launcher: Launcher = own
     try:
         launcher = _launcher(config, pools, own, where, control)
         for worker in _workers(config, pools, control):
             launcher.start(worker)
+        import lamina.engine.engine  # noqa: F401 (now: the workers are importing too)
+        from lamina.cluster.bringup import bring_up
+
         plan = _plan(config, model, tokenizer, pools, local, control, launcher, on_progress, trace)
         cluster = bring_up(control, launcher, plan, on_progress)
     except BaseException as error:
@@ -180,7 +187,11 @@ def _start(
     return launcher, plan, cluster
 
 
-def _save(home: Home | None, cluster: Cluster, limits: Limits, topology: Topology, wanted: Mapping[Pool, int]) -> None:
+def _save(
+    home: Home | None, cluster: "Cluster", limits: Limits, topology: Topology, wanted: Mapping[Pool, int]
+) -> None:
+    from lamina.cluster.bringup import Saved
+
     if home is not None and cluster.fabric is not None:
         home.save(msgspec.msgpack.encode(Saved.from_topology(cluster.fabric, topology, wanted, limits)))
 
@@ -201,12 +212,15 @@ def _chat_settings(config: EngineConfig) -> ChatSettings:
 
 def _take_over(
     config: EngineConfig, model: ModelDirectory, tokenizer: Tokenizer, home: Home, state: bytes, trace: bool
-) -> tuple[ControlServer, ClusterPlan, Cluster]:
+) -> "tuple[ControlServer, ClusterPlan, Cluster]":
     """Take over the workers of an earlier engine.
 
     Raises TransportError, or ConfigError if they are of another release because files were upgraded meanwhile.
     """
-    saved = msgspec.msgpack.decode(state, type=Saved)
+    from lamina.cluster import bringup
+    from lamina.cluster.joining import check_version
+
+    saved = msgspec.msgpack.decode(state, type=bringup.Saved)
     for name, hello in saved.greetings.items():
         check_version(name, hello)
     kinds = saved.kinds()
@@ -218,7 +232,7 @@ def _take_over(
     names = [member.name for member in saved.topology.members]
     control = ControlServer(names, home.supervisor_pid, secret=Secret(home.secret), listener=home.listener)
     try:
-        return control, plan, take_over(control, home.workers, plan, saved)
+        return control, plan, bringup.take_over(control, home.workers, plan, saved)
     except BaseException:
         control.close()
         raise
@@ -393,6 +407,8 @@ def _plan(
     trace: bool,
 ) -> ClusterPlan:
     """Wait for all workers and decide how to bring them up."""
+    from lamina.cluster.bringup import greet
+
     elsewhere = [name for each in pools.values() for name, one in each.items() if one.kind == REMOTE]
     for name in elsewhere:
         on_progress(name, LoadProgress("waiting for another machine", 0, 1))

@@ -9,7 +9,6 @@
             print(output.prompt, output.outputs[0].text)
 """
 
-import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -23,16 +22,17 @@ from lamina.config.settings import keywords_of
 from lamina.core.errors import LaminaError, RequestError
 from lamina.core.outputs import RequestOutput
 from lamina.core.sampling import SamplingParams
-from lamina.engine.streams import AsyncOutputs, Outputs
-from lamina.engine.updates import UpdateSum
 from lamina.launch import launch
-from lamina.observe.progress import BatchProgress, loading_progress
-from lamina.text.chats import Chat, prepare_chat
 from lamina.text.prompts import Message, Prompt, as_prompts, plain_prompts
 from lamina.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # importing pydantic takes as long as all else here
+if TYPE_CHECKING:  # what only a running engine needs is imported while its workers start
+    import asyncio
+
     from pydantic import BaseModel
+
+    from lamina.engine.updates import UpdateSum
+    from lamina.text.chats import Chat
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +82,8 @@ class Lamina:
         return made
 
     def _start(self, config: EngineConfig) -> None:
+        from lamina.observe.progress import loading_progress
+
         with loading_progress() as on_progress:
             self.engine = launch(config, on_progress)
         self._close = weakref.finalize(self, self.engine.close)  # also runs when the interpreter exits
@@ -109,6 +111,10 @@ class Lamina:
                 ``PART`` prompts.
             EngineDeadError: The engine has stopped.
         """
+        from lamina.engine.streams import Outputs
+        from lamina.engine.updates import UpdateSum
+        from lamina.observe.progress import BatchProgress
+
         wanted = _prompts_of(prompts)
         params = _params_of(sampling_params, len(wanted), self.engine.sampling_defaults)
         wholes = [UpdateSum(self.tokenizer) for _ in wanted]
@@ -169,8 +175,10 @@ class Lamina:
         tools: Sequence[Mapping[str, Any]] | None,
         tool_choice: str | Mapping[str, Any],
         response_format: "type[BaseModel] | Mapping[str, Any] | None",
-    ) -> tuple[list[Chat], list[SamplingParams]]:
+    ) -> "tuple[list[Chat], list[SamplingParams]]":
         """Return the conversations with rendered prompts, and their parameters."""
+        from lamina.text.chats import prepare_chat
+
         several = [messages] if messages and isinstance(messages[0], Mapping) else messages
         context = self.engine.max_model_len
         chats = [
@@ -190,6 +198,9 @@ class Lamina:
 
         Closing the iterator early cancels the request. The first ``next`` raises the errors of :meth:`generate`.
         """
+        from lamina.engine.streams import Outputs
+        from lamina.engine.updates import UpdateSum
+
         params = _params_of(sampling_params, 1, self.engine.sampling_defaults)
         with Outputs(self.engine, _new_id(), [_one(prompt)], params) as outputs:
             whole = UpdateSum(self.tokenizer)
@@ -201,6 +212,9 @@ class Lamina:
         self, prompts: Prompts, sampling_params: Params | None = None
     ) -> Generator[tuple[int, RequestOutput], None, None]:
         """Stream several prompts that run together: yields (index of the prompt, its output so far)."""
+        from lamina.engine.streams import Outputs
+        from lamina.engine.updates import UpdateSum
+
         wanted = _prompts_of(prompts)
         params = _params_of(sampling_params, len(wanted), self.engine.sampling_defaults)
         wholes = [UpdateSum(self.tokenizer) for _ in wanted]
@@ -217,6 +231,9 @@ class Lamina:
         sampling_params: Params | Sequence[Params | None] | None = None,
     ) -> list[RequestOutput]:
         """Generate in an event loop; cancelling the task cancels the requests."""
+        from lamina.engine.streams import AsyncOutputs
+        from lamina.engine.updates import UpdateSum
+
         wanted = _prompts_of(prompts)
         params = _params_of(sampling_params, len(wanted), self.engine.sampling_defaults)
         wholes = [UpdateSum(self.tokenizer) for _ in wanted]
@@ -230,6 +247,9 @@ class Lamina:
         self, prompt: str | Iterable[int], sampling_params: Params | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream in an event loop; closing the iterator or cancelling the task cancels the request."""
+        from lamina.engine.streams import AsyncOutputs
+        from lamina.engine.updates import UpdateSum
+
         params = _params_of(sampling_params, 1, self.engine.sampling_defaults)
         async with await AsyncOutputs.submit(self.engine, _new_id(), [_one(prompt)], params) as outputs:
             whole = UpdateSum(self.tokenizer)
@@ -292,6 +312,8 @@ class AsyncLamina:
 
     async def start(self) -> Lamina:
         """Start the workers, unless they have been started. Raises the errors of :class:`Lamina`."""
+        import asyncio
+
         if self._starting is None:
             self._starting = asyncio.create_task(asyncio.to_thread(Lamina.from_config, self._config))
         return await asyncio.shield(self._starting)
@@ -315,6 +337,8 @@ class AsyncLamina:
         response_format: "type[BaseModel] | Mapping[str, Any] | None" = None,
     ) -> list[RequestOutput]:
         """Answer one or several conversations; see ``Lamina.chat``."""
+        import asyncio
+
         lamina = await self.start()
         chats, params = await asyncio.to_thread(
             lamina._chats, messages, sampling_params, tools, tool_choice, response_format
@@ -323,6 +347,8 @@ class AsyncLamina:
 
     async def close(self) -> None:
         """Stop all workers; unfinished requests end with an error. Idempotent."""
+        import asyncio
+
         if self._starting is None:
             return
         try:
@@ -339,7 +365,7 @@ class AsyncLamina:
         await self.close()
 
 
-def _read_answers(chats: Sequence[Chat], outputs: list[RequestOutput]) -> list[RequestOutput]:
+def _read_answers(chats: "Sequence[Chat]", outputs: list[RequestOutput]) -> list[RequestOutput]:
     for chat, output in zip(chats, outputs, strict=True):
         for answer in output.outputs:
             chat.read(answer)
@@ -392,7 +418,7 @@ def _parts(prompts: int) -> list[slice]:
     return [slice(start, start + PART) for start in range(0, prompts, PART)]
 
 
-def _outputs(wholes: Sequence[UpdateSum]) -> list[RequestOutput]:
+def _outputs(wholes: "Sequence[UpdateSum]") -> list[RequestOutput]:
     outputs = [whole.output() for whole in wholes]
     failed = [output for output in outputs if output.error is not None]
     if failed:

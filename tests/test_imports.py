@@ -71,6 +71,9 @@ HEAVY = {"torch", "transformers", "networkx", "pydantic", "yaml", *OPTIONAL}
 # Started in the middle of a burst, and expected within a second: imports are most of that.
 QUICK = "lamina.memory.worker"
 SLOW = HEAVY | {"asyncio", "importlib.metadata"}
+# Starts the workers, whose imports take longer than the engine's: imports the engine while they do so.
+STARTS_WORKERS = "lamina.sdk"
+ENGINE = HEAVY | {"asyncio", "rich", "lamina.engine.engine", "lamina.cluster.bringup"}
 
 
 @dataclass(frozen=True)
@@ -231,7 +234,13 @@ def test_imports_are_absolute_and_of_one_copy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("modules", "heavy"), [((QUICK,), SLOW), (LIGHT, HEAVY), (LIGHT_BUT_FOR_TORCH, HEAVY - {"torch"})]
+    ("modules", "heavy"),
+    [
+        ((QUICK,), SLOW),
+        ((STARTS_WORKERS,), ENGINE),
+        (LIGHT, HEAVY),
+        (LIGHT_BUT_FOR_TORCH, HEAVY - {"torch"}),
+    ],
 )
 def test_light_modules_stay_light(modules: tuple[str, ...], heavy: set[str]) -> None:
     """None of them imports what is heavy, so that all in one process do not either."""

@@ -30,7 +30,7 @@ with Lamina():
 """
 
 FIRST = {
-    "import torch": "from lamina.compute.__main__ import before_imports; before_imports('cpu'); import torch",
+    "import torch": "from lamina.compute.late_imports import before_imports; before_imports('cpu'); import torch",
     "import transformers": "import transformers.modeling_utils",
     "import the compute worker": "import lamina.compute.worker",
     "split and lower": """

@@ -1,28 +1,13 @@
 """Runs the process of a compute worker, ``python -m lamina.compute``, with a faster start and exit."""
 
-import gc
 import logging
 import os
 import sys
 from typing import NoReturn
 
-from lamina.output import drain, quiet_imports
+from lamina.compute.late_imports import before_imports
+from lamina.output import drain
 from lamina.worker.process import read_bootstrap
-
-_UNUSED = ("PIL", "scipy", "sklearn")
-_UNUSED_ON_CPU = ("triton", "torchao")
-
-
-def before_imports(device: str) -> None:
-    """Make the import of torch and transformers cheaper. Call it before either is imported.
-
-    Hides installed packages that a text decoder on ``device`` never uses, whose import takes half a second. Disables
-    garbage collection until the worker is set up: scanning the libraries' million objects takes a fifth of the start.
-    """
-    gc.disable()
-    for package in (*_UNUSED, *(_UNUSED_ON_CPU if device == "cpu" else ())):
-        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # None makes an import fail
-    quiet_imports()
 
 
 def end_process(status: int) -> NoReturn:

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError
 
 from lamina import _native
+from lamina.compute.late_imports import import_meta_kernels
 from lamina.config.environment import environment
 from lamina.core.types import DType
 from lamina.lowering import LoweredModel, Target
@@ -132,6 +133,7 @@ def cache_key(ingredients: Mapping[str, bytes]) -> str:
 
 
 def _split(place: ModelDirectory, dtype: DType | None, target: Target, rank: Rank = ONLY) -> Prepared:
+    import_meta_kernels()
     from lamina.lowering import lower
     from lamina.models.pretrained import load_config, resolve_dtype
     from lamina.splitter import split
@@ -202,6 +204,7 @@ def _digest(file: Path, payload: bytes) -> bytes:
 
 
 def _plan(place: ModelDirectory, dtype: DType) -> WeightPlan:
+    import_meta_kernels()
     from lamina.models import pretrained
     from lamina.models.pretrained import load_config
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from lamina import launch
-from lamina.cluster import sizing
+from lamina.cluster import bringup, sizing
 from lamina.cluster.bringup import Saved
 from lamina.config.engine_config import EngineConfig
 from lamina.control.messages import Hello
@@ -41,7 +41,7 @@ def test_limits_and_lanes_are_those_of_the_start_however_many_replicas_are_left(
     )
     home = launch.Home(1, b"s" * 32, -1, Mock(), msgspec.msgpack.encode(saved), lambda state: None)
     monkeypatch.setattr(launch, "ControlServer", Mock())
-    monkeypatch.setattr(launch, "take_over", lambda control, workers, plan, saved: saved)
+    monkeypatch.setattr(bringup, "take_over", lambda control, workers, plan, saved: saved)
     assert home.saved is not None
     _, taken, cluster = launch._take_over(config, model, Tokenizer(model), home, home.saved, False)
     assert taken.limits == limits and taken.compute_setup == plan.compute_setup

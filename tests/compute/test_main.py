@@ -1,13 +1,18 @@
 """What a compute worker does before its imports leaves torch as quiet as it was."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from lamina.compute.split_cache import prepare
+from lamina.models import directory
+
 # Imported late by torch, so that any build may pass for one for CUDA.
 IMPORT_AS_IF_BUILT_FOR_CUDA = """
-from lamina.compute.__main__ import before_imports
+from lamina.compute.late_imports import before_imports
 before_imports("cpu")
 import sys, torch
 assert "torch.utils.flop_counter" not in sys.modules
@@ -29,3 +34,25 @@ def test_importing_what_imports_transformers_prints_nothing(module: str) -> None
         [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=200, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_model_is_split_alike_by_a_torch_that_has_left_out_its_functions_for_tensors_without_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compute worker leaves them out unless it has to split, as here: the records are compared byte by byte."""
+    monkeypatch.setenv("LAMINA_CACHE_DIR", str(tmp_path / "all of torch"))
+    prepare(directory.find(None), None, lambda: None)
+    code = """
+from lamina.compute.late_imports import before_imports
+before_imports("cpu")
+import sys
+from lamina.compute.split_cache import prepare
+from lamina.models import directory
+assert "torch._decomp" not in sys.modules
+prepare(directory.find(None), None, lambda: None)
+"""
+    variables = os.environ | {"LAMINA_CACHE_DIR": str(tmp_path / "less")}
+    subprocess.run([sys.executable, "-c", code], env=variables, timeout=200, check=True)
+    (whole,) = (tmp_path / "all of torch").glob("models/*")
+    (less,) = (tmp_path / "less").glob("models/*")
+    assert (less.name, less.read_bytes()) == (whole.name, whole.read_bytes())
