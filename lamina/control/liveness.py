@@ -3,6 +3,7 @@
 import collections
 
 PING_S = 1.0
+UNHEARD_S = 2.0  # silence after which a ping has not been answered, as far as is known
 SUSPECT_S = 4.0  # silence after which a worker is reported
 LOST_S = 13.0  # silence after which a worker counts as lost
 MAX_TURN_S = 1.0
@@ -42,6 +43,10 @@ class Liveness:
     def is_quiet(self, worker: str) -> bool:
         """True if ``worker`` has been silent for ``PING_S``, so that it needs a ping."""
         return self.awake_s - self._heard.get(worker, float("-inf")) >= PING_S
+
+    def unheard(self) -> dict[str, float]:
+        """Return the seconds of silence of each worker that has been silent for ``UNHEARD_S``."""
+        return self._silent(UNHEARD_S)
 
     def suspects(self) -> dict[str, float]:
         """Return the seconds of silence of each worker that has been silent for ``SUSPECT_S``."""

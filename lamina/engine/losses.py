@@ -47,23 +47,32 @@ class Complaints:
             if pair[1] in topology.names and (pair[0] in topology.names or pair[0] == "engine")
         }
 
-    def due(self, topology: Topology, now: float) -> tuple[str, str] | None:
-        """Return the worker to declare lost, with the reason, if a complaint is older than ``GRACE_S``."""
+    def due(self, topology: Topology, now: float, unheard: Collection[str] = ()) -> tuple[str, str] | None:
+        """Return the worker to declare lost, with the reason, if a complaint is older than ``GRACE_S``.
+
+        ``unheard``: Workers that do not answer the engine either. The last of a role is not declared lost for that: it
+        may answer again, or be lost by its silence.
+        """
         if not any(now - since > GRACE_S for _, since in self._reasons.values()):
             return None
-        worker = blamed(list(self._reasons), topology)
+        quiet = {worker for pair in self._reasons for worker in pair if worker in unheard}
+        if any(topology.lacks([worker]) is not None for worker in quiet):
+            return None
+        worker = blamed(list(self._reasons), topology, quiet)
         return worker, next(f"{pair[0]}: {reason}" for pair, (reason, _) in self._reasons.items() if worker in pair)
 
 
-def blamed(pairs: Collection[tuple[str, str]], topology: Topology) -> str:
+def blamed(pairs: Collection[tuple[str, str]], topology: Topology, unheard: Collection[str] = ()) -> str:
     """Return the worker to declare lost, given pairs (reporter, unreachable worker).
 
-    Either worker of a pair may be the one whose network fails, so the worker in most pairs is chosen; of several, the
-    last memory worker, whose loss costs least. The last worker of a role is chosen only if no other is in any pair.
+    Either worker of a pair may be the one whose network fails, so the worker in most pairs is chosen, one of
+    ``unheard`` if there are any; of several, the last memory worker, whose loss costs least. The last worker of a role
+    is chosen only if no other is in any pair.
     """
     counts = collections.Counter(member for pair in set(pairs) for member in topology.members if member.name in pair)
-    spare = [member for member in counts if topology.lacks([member.name]) is None]
-    return max(spare or counts, key=lambda member: (counts[member], member.role == "memory", member.name)).name
+    found = [member for member in counts if member.name in unheard] or list(counts)
+    spare = [member for member in found if topology.lacks([member.name]) is None]
+    return max(spare or found, key=lambda member: (counts[member], member.role == "memory", member.name)).name
 
 
 @dataclass
@@ -196,7 +205,10 @@ class Watch:
             worker: TransportError(f"worker {worker} was lost as it left: {reason}")
             for worker, reason in self._cut.items()
         }
-        if not lost and (due := self._complaints.due(self._topology, self._control.liveness.awake_s)) is not None:
+        if lost or not self._complaints:
+            return lost
+        liveness = self._control.liveness
+        if (due := self._complaints.due(self._topology, liveness.awake_s, liveness.unheard())) is not None:
             worker, reason = due
             lost[worker] = TransportError(f"worker {worker} cannot be reached, although its process runs: {reason}")
         return lost

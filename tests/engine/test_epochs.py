@@ -83,6 +83,23 @@ def test_the_last_compute_worker_is_not_given_up_for_a_link_to_one_of_several_me
     assert blamed([("compute0", "memory0")], alone.without(["memory1"])) == "memory0"
 
 
+@pytest.mark.parametrize("pair", [("compute0", "compute1"), ("compute1", "compute0")])
+def test_of_two_instances_the_one_that_does_not_answer_is_given_up(pair: tuple[str, str]) -> None:
+    """Of two machines with a single link, neither has more complaints."""
+    instances = tuple(Member(f"compute{number}", "compute", "remote", f"host{number}", 60) for number in (0, 1))
+    topology, complaints = Topology(FIRST, instances, Pipeline(2, 2)), Complaints()
+    complaints.report(*pair, "nothing listens", 10.0)
+    for silent in ("compute0", "compute1"):
+        assert complaints.due(topology, 13.0, {silent}) == (silent, f"{pair[0]}: nothing listens")
+    last = topology.without(["compute1"]).joined(
+        [Member("prefill", "compute", "remote", "far")], Pipeline(2, 2, prefill=1)
+    )
+    complaints.report("prefill", "compute0", "nothing listens", 10.0)
+    complaints.keep_members(last)
+    assert complaints.due(last, 13.0, {"compute0"}) is None, "its silence decides: no other worker has the KV"
+    assert complaints.due(last, 13.0, ()) == ("prefill", "prefill: nothing listens")
+
+
 def test_a_topology_without_a_worker_is_the_next_epoch() -> None:
     after = TOPOLOGY.without(["compute0"])
     assert after.epoch == Epoch(7, 2) > FIRST and after.computes == ("compute1",)
