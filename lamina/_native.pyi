@@ -821,5 +821,10 @@ class TcpEndpoint:
         TimeoutError; whatever ``repair`` and ``refused`` raise.
         """
 
+    def receive_always(self) -> None:
+        """
+        Receive in a thread, without the GIL, whenever the owner neither waits nor sends.
+        """
+
     def close(self) -> None:
         """Close all sockets. Idempotent."""

@@ -3,8 +3,9 @@
 Frames, streams and the wait are native (``native/transport/tcp.cpp``). This file makes and authenticates connections
 (``transport.listener``), and reconnects when a connection is lost while the peer still runs.
 
-The owner's thread receives, inside ``wait`` and whenever ``post`` finds the send window full; the listener's thread
-accepts peers. ``post`` returns once the kernel has the whole message.
+The owner's thread receives, inside ``wait`` and whenever ``post`` finds the send window full; after
+``receive_always``, another thread does so at all other times. The listener's thread accepts peers. ``post`` returns
+once the kernel has the whole message.
 """
 
 import enum
@@ -144,6 +145,10 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         except TimeoutError:
             reached = [own.arena.native.sequence(doorbell) for doorbell, _ in targets]
             raise deadline_error(self.name, targets, reached, timeout_s) from None
+
+    def receive_always(self) -> None:
+        """Receive in a thread too, whenever the owner's thread neither waits nor sends: it may wait for a device."""
+        self._registered().streams.receive_always()
 
     def _open(self, arena: OwnArena) -> _Own:
         self._opener.require_tls()

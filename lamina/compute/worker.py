@@ -414,6 +414,8 @@ def build(
     scratch = Scratch.allocate(control, runner) if setup.scratch else None
     memory = LocalMemory(control, Rank(setup.rank, setup.ranks)) if setup.local else None
     links, connect = set_up_links(control, resources, device.inboxes, open_endpoint)
+    if not ranks.may_leave:  # its peers would wait until it receives, and it might wait for them in a circle
+        links.receive_always()
     worker = ComputeWorker(control, setup, device, ranks, runner, shards, memory, links, connect, scratch)
     control.send(Connected())
     return worker

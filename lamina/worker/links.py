@@ -297,6 +297,12 @@ class Links:
         self._current = self._choose_wait()
         return self.wait if self._open else self._current
 
+    def receive_always(self) -> None:
+        """Receive over TCP also while the worker's thread waits for its device, where no wait of this class runs."""
+        for endpoint in self._endpoints.values():
+            if isinstance(endpoint, TcpEndpoint):
+                endpoint.receive_always()
+
     def wait(self, targets: Sequence[Target], timeout_s: float) -> int:
         """Wait for the first of ``targets`` on all endpoints that links use."""
         return self._current(targets, timeout_s)

@@ -290,5 +290,7 @@ Receive until a target (doorbell, sequence) is reached; returns its index. Relea
 
 ``refused`` is called with the reason when a stream is refused for one of its frames. Raises ValueError;
 TimeoutError; whatever ``repair`` and ``refused`` raise.)")
+        .def("receive_always", &TcpEndpoint::receive_always,
+             "Receive in a thread, without the GIL, whenever the owner neither waits nor sends.")
         .def("close", &TcpEndpoint::close, Unlocked(), "Close all sockets. Idempotent.");
 }

@@ -25,7 +25,8 @@ constexpr std::uint64_t kConfirmNbytes = 1 << 20; // a receiver confirms after s
 constexpr std::size_t kChunkNbytes = 64 * 1024;   // kept and sent while in the cache
 constexpr int kReceivesPerTurn = 8;               // then other connections have their turn
 constexpr auto kSlice = std::chrono::milliseconds(20);
-constexpr auto kDrainTime = std::chrono::seconds(1);   // for the last bytes of a lost peer
+constexpr auto kDrainTime = std::chrono::seconds(1); // for the last bytes of a lost peer
+constexpr auto kReceiveInterval = std::chrono::milliseconds(1);
 constexpr auto kResumeTime = std::chrono::minutes(10); // a stream without a connection is remembered for
 
 } // namespace
@@ -227,6 +228,7 @@ TcpEndpoint::TcpEndpoint(std::shared_ptr<Arena> arena)
 }
 
 void TcpEndpoint::close() {
+    receiving_ = {}; // stopped and joined
     for (const auto &sender : senders_)
         sender->close();
     senders_.clear();
@@ -286,8 +288,12 @@ void TcpEndpoint::adopt(Incoming &incoming) {
 }
 
 bool TcpEndpoint::receive(bool only_readable) {
-    bool moved = false;
     const std::lock_guard lock(mutex_);
+    return receive_locked(only_readable);
+}
+
+bool TcpEndpoint::receive_locked(bool only_readable) {
+    bool moved = false;
     for (auto &[stream, incoming] : incoming_) {
         adopt(incoming);
         if (!incoming.connection || (only_readable && !incoming.readable))
@@ -301,6 +307,29 @@ bool TcpEndpoint::receive(bool only_readable) {
         moved |= incoming.receiver.position() != before;
     }
     return moved;
+}
+
+void TcpEndpoint::receive_always() {
+    if (receiving_.joinable())
+        return;
+    receiving_ = std::jthread([this](const std::stop_token &stop) {
+        while (!stop.stop_requested()) {
+            std::this_thread::sleep_for(kReceiveInterval);
+            const std::lock_guard lock(mutex_);
+            if (!owner_receives_) // nor polls connections, which this may close
+                receive_locked(false);
+        }
+    });
+}
+
+TcpEndpoint::Receives::Receives(TcpEndpoint &endpoint) : endpoint_(endpoint) {
+    const std::lock_guard lock(endpoint.mutex_);
+    endpoint.owner_receives_ = true;
+}
+
+TcpEndpoint::Receives::~Receives() {
+    const std::lock_guard lock(endpoint_.mutex_);
+    endpoint_.owner_receives_ = false;
 }
 
 bool TcpEndpoint::fetch() {
@@ -396,6 +425,7 @@ std::optional<TcpEndpoint::Outcome> TcpEndpoint::trouble() {
 
 TcpEndpoint::Outcome TcpEndpoint::send(const std::shared_ptr<TcpSender> &sender, TcpMessage &message,
                                        std::chrono::nanoseconds stall, bool may_block) {
+    const Receives receives(*this);
     for (;;) {
         switch (sender->state()) {
         case TcpSender::State::Broken:
@@ -425,6 +455,7 @@ TcpEndpoint::Outcome TcpEndpoint::send(const std::shared_ptr<TcpSender> &sender,
 
 TcpEndpoint::Outcome TcpEndpoint::wait(std::span<const Target> targets, Time deadline,
                                        std::chrono::nanoseconds spin) {
+    const Receives receives(*this);
     const Doorbells &bells = arena_->doorbells();
     bool awake = true;
     while (awake) {

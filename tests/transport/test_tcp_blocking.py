@@ -44,6 +44,23 @@ def test_a_post_that_blocks_lets_other_python_threads_run(make_tcp: MakeTcp) -> 
         posted.result(TIMEOUT_S)
 
 
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_peer_that_waits_for_its_device_receives_all_the_same(make_tcp: MakeTcp, tls: bool) -> None:
+    """Nobody calls its endpoint while much more is sent to it than its kernel and the sender's window hold."""
+    near, far = make_tcp("near", tls=tls), make_tcp("far", 64 << 20, tls=tls)
+    far.receive_always()
+    data = os.urandom(64 << 20)
+    peer = near.connect(far.descriptor(), TIMEOUT_S)
+    near.post(peer, 0, len(data), [data], 0, 1)
+    near.disconnect(peer)
+    again = near.connect(far.descriptor(), TIMEOUT_S)
+    near.post(again, 0, 1, [b"x"], 0, 2)
+    far.wait([(0, 2)], TIMEOUT_S)
+    assert memoryview(far._own.arena.native)[1:] == data[1:]  # type: ignore[union-attr]
+    near.post(again, 0, 1, [b"y"], 1, 1)
+    assert far.wait([(1, 1)], TIMEOUT_S) == 0
+
+
 def test_a_peer_that_takes_nothing_in_is_given_up(make_tcp: MakeTcp) -> None:
     near, far = make_tcp("near", stall_s=0.3), make_tcp("far", 64 << 20)
     peer = near.connect(far.descriptor(), TIMEOUT_S)

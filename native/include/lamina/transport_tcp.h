@@ -18,6 +18,7 @@
 #include <set>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <poll.h>
@@ -206,6 +207,10 @@ public:
     // again.
     Outcome wait(std::span<const Target> targets, Time deadline, std::chrono::nanoseconds spin);
 
+    // From now on, a thread receives whenever the owner neither waits nor sends: peers can send although
+    // the owner waits for a device.
+    void receive_always();
+
     // Closes all sockets. Idempotent.
     void close();
 
@@ -222,8 +227,21 @@ private:
         explicit Incoming(std::uint64_t identity) : receiver(identity) {}
     };
 
+    // Keeps the thread of receive_always() from taking what the owner sleeps for.
+    class Receives {
+    public:
+        explicit Receives(TcpEndpoint &endpoint);
+        ~Receives();
+        Receives(const Receives &) = delete;
+        Receives &operator=(const Receives &) = delete;
+
+    private:
+        TcpEndpoint &endpoint_;
+    };
+
     bool receive(bool only_readable); // true if anything has arrived
-    bool fetch();                     // likewise
+    bool receive_locked(bool only_readable);
+    bool fetch(); // likewise
     void adopt(Incoming &incoming);
     bool sleep(std::chrono::nanoseconds at_most); // false if nothing happened
     bool is_drained(const TcpSender &sender);
@@ -239,6 +257,8 @@ private:
     std::mutex mutex_;                           // guards what follows
     std::map<std::uint64_t, Incoming> incoming_; // by stream
     std::set<std::uint64_t> refused_;            // identities of peers that were cut
+    bool owner_receives_ = false;
+    std::jthread receiving_;
 };
 
 } // namespace lamina
