@@ -284,8 +284,11 @@ def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools
 
 def _ray_kinds(config: EngineConfig) -> dict[Role, list[str]]:
     known = _known_to_ray(config)
-    memory = pool.parse(config.memory or pool.CPU, known)
-    return {"compute": pool.kinds(parse_computes(config, known)), "memory": pool.kinds(memory)}
+    memory = pool.parse(config.memory or pool.CPU, [*known, LOCAL])
+    return {
+        "compute": pool.kinds(parse_computes(config, known)),
+        "memory": [kind for kind in pool.kinds(memory) if kind != LOCAL],
+    }
 
 
 def _known_to_ray(config: EngineConfig) -> list[str]:
@@ -359,7 +362,7 @@ def _launcher(
     kinds: dict[Pool, list[str]] = {
         "prefill": computes[:prefills] or computes,
         "compute": computes[prefills:] or computes,
-        "memory": memories,
+        "memory": memories or [pool.CPU],
     }
     engine = where.address or where.bind, remote.port
     return RayWorkers(remote, engine, control.keys[0], kinds, pool.own_kinds(config.kind), config.threads)
@@ -419,6 +422,9 @@ def _plan(
     kinds: dict[Role, dict[str, str]] = {
         role: {name: one.kind for name, one in each.items()} for role, each in pools.items()
     }
+    kinds["compute"] = sizing.by_machine(kinds["compute"], pool.size(config.prefill), greetings)
+    reported = sizing.reported_kinds(kinds, greetings)
+    require_allowed(config, [*reported["compute"].values()], [*[LOCAL] * local, *reported["memory"].values()])
     is_open = config.listen is not None or config.ray is not None
     eos = [*tokenizer.eos_token_ids]
     plan = sizing.cluster_plan(config, model, eos, kinds, greetings, is_open=is_open, trace=trace, local=local)

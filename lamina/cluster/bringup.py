@@ -7,7 +7,6 @@ to all others are saved: a worker that was joining or leaving when the engine en
 
 import dataclasses
 import functools
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,13 +27,16 @@ from lamina.cluster.joining import (
     Fabric,
     check_same_model,
     check_version,
+    member_of,
+    new_meeting,
     part_setup,
     read_clock,
+    require_ranks_together,
     reservation,
 )
 from lamina.cluster.linking import Pair, link
 from lamina.cluster.local_workers import SupervisedWorkers
-from lamina.cluster.pool import CPU, REMOTE
+from lamina.cluster.pool import CPU
 from lamina.cluster.scratch import kv_wanted, make_scratch, untouched_bytes
 from lamina.cluster.sizing import ClusterPlan
 from lamina.cluster.slabs import with_capacities, without_reserved
@@ -60,7 +62,7 @@ from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, DeadlineError, TransportError, UnreachableError
 from lamina.core.heads import HeadShards
 from lamina.core.pipeline import Pipeline, Shape
-from lamina.core.topology import Epoch, Member, Pool, Role, Topology
+from lamina.core.topology import COMPUTE_POOLS, Epoch, Pool, Role, Topology
 from lamina.core.types import Segment
 from lamina.dataplane.leases import messages, slot_rows
 from lamina.dataplane.transport_choice import Choice, Offer
@@ -150,12 +152,14 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     Raises the worker's own UserError if the user can fix it, else TransportError, WorkerError or DeadlineError.
     """
     gather, local = Gather(control, workers, on_progress), plan.with_slabs
-    with tempfile.TemporaryDirectory(prefix="lamina-") as folder:
-        numbers = Counter[Pool]()
-        for name, pool in plan.pools.items():
-            control.send([name], part_setup(plan, numbers[pool], plan.greetings[name], folder, pool))
-            numbers[pool] += 1
-        models = gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S)
+    numbers, meeting = Counter[Pool](), new_meeting()
+    for wanted in COMPUTE_POOLS:
+        greeted = {name: plan.greetings[name] for name, pool in plan.pools.items() if pool == wanted}
+        require_ranks_together(plan, greeted, wanted)
+    for name, pool in plan.pools.items():
+        control.send([name], part_setup(plan, numbers[pool], plan.greetings[name], meeting, pool))
+        numbers[pool] += 1
+    models = gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S)
     loaded = _same(plan, models)
     plan = _without_impossible_rotation(plan, len(loaded.attentions) + 1)
     plan = dataclasses.replace(plan, pipeline=_with_starts(plan, models))
@@ -182,7 +186,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         converse(gather, read_clock(control, fabric, name))
     epoch = Epoch(int(time.time()), 1)  # an engine that is started again is a later incarnation
     members = [
-        Member(name, role, kind, plan.greetings[name].host, slots.get(name, 0), scratch.get(name, 0))
+        member_of(name, role, kind, plan.greetings[name], slots, scratch)
         for role, pool in plan.kinds.items()
         for name, kind in pool.items()
     ]
@@ -386,7 +390,7 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
 def _stuck(topology: Topology) -> set[str]:
     """Return the ranks that cannot leave a sum, and are lost if they have not run all their steps in time."""
     computes = (member for member in topology.members if member.role == "compute")
-    return {one.name for one in computes if len(topology.ranks_of(one.name)) > 1 and one.kind not in (CPU, REMOTE)}
+    return {one.name for one in computes if len(topology.ranks_of(one.name)) > 1 and one.device != CPU}
 
 
 def kept_of(reports: Mapping[str, Recalled], topology: Topology) -> list[Computed]:

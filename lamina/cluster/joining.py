@@ -1,7 +1,7 @@
 """Adds workers to a serving cluster: has them load the model and make slabs, then links them to the members."""
 
 import functools
-import tempfile
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,6 +17,7 @@ from lamina.cluster.conversations import (
     Launcher,
 )
 from lamina.cluster.linking import Pair, SlotSizes, link
+from lamina.cluster.pool import CPU
 from lamina.cluster.scratch import kv_wanted, make_scratch, memory_place, untouched_bytes
 from lamina.cluster.sizing import ClusterPlan, boot_id, local_setup
 from lamina.cluster.slabs import SlabSize, kv_bytes_of_joiner, slab_of, slab_there, token_slots
@@ -201,14 +202,34 @@ def check_same_model(
         )
 
 
-def part_setup(plan: ClusterPlan, number: int, hello: Hello, folder: str, pool: Pool) -> ComputeSetup:
+def require_ranks_together(plan: ClusterPlan, greeted: Mapping[str, Hello], pool: Pool) -> None:
+    """Raise ConfigError if ranks of a stage are on GPUs of several machines: they sum in the GPUs' memory.
+
+    ``greeted``: First message of each compute worker of some replicas of a pool, in order.
+    """
+    names, ranks = list(greeted), plan.pipeline.shape_in(pool).ranks
+    for stage in (names[first : first + ranks] for first in range(0, len(names), ranks)):
+        hosts = {greeted[name].host: f"{name} on {greeted[name].machine}" for name in stage}
+        if len(hosts) > 1 and any(greeted[name].device != CPU for name in stage):
+            raise ConfigError(
+                f"the {ranks} ranks of a replica on GPUs must be on one machine, and {' and '.join(hosts.values())} "
+                f"are not; run a multiple of {ranks} workers on each machine"
+            )
+
+
+def new_meeting() -> str:
+    """Return a name that nobody can guess, for folders in which ranks find each other."""
+    return f"lamina-{secrets.token_hex(16)}"
+
+
+def part_setup(plan: ClusterPlan, number: int, hello: Hello, meeting: str, pool: Pool) -> ComputeSetup:
     """Return the setup message of a compute worker.
 
     Args:
         plan: The cluster's plan.
         number: Number of the worker, counted over all replicas of its pool that are set up together.
         hello: The worker's greeting.
-        folder: Folder on the engine's machine, in which the ranks of each stage share a rendezvous file.
+        meeting: Begin of the names of folders in which the ranks of a stage on GPUs find each other.
         pool: Pool of the worker.
     """
     shape = plan.pipeline.shape_in(pool)
@@ -218,7 +239,7 @@ def part_setup(plan: ClusterPlan, number: int, hello: Hello, folder: str, pool: 
         threads=plan.threads("compute", hello),
         local=plan.has_slab(pool),
         scratch=plan.has_scratch(pool),
-        meeting=f"{folder}/{pool}{stage}",
+        meeting=f"{meeting}-{pool}{stage}",
         rank=rank,
         ranks=shape.ranks,
         stage=stage % shape.stages,
@@ -249,6 +270,7 @@ def prepare_workers(
     has_slab = plan.has_slab(pool)
     scratch = dict[str, int]()
     if role == "compute":
+        _require_device(plan, greeted)
         yield from _load(control, fabric, [(name, greeted[name]) for name in names], pool)
         if plan.has_scratch(pool):
             scratch = yield from _scratch(control, fabric, greeted, has_slab, promised)
@@ -257,10 +279,28 @@ def prepare_workers(
         given = untouched_bytes(plan, fabric.loaded, scratch, greeted)  # by host: bytes of memory allocated here
         hellos = {name: greeted[name] for name in names}
         slots = yield from _make_slabs(control, fabric, hellos, role, lambda host: promised(host) + given[host])
-    return tuple(
-        Member(name, role, kind, greeted[name].host, slots.get(name, 0), scratch.get(name, 0))
-        for name, kind in kinds.items()
-    )
+    return tuple(member_of(name, role, kind, greeted[name], slots, scratch) for name, kind in kinds.items())
+
+
+def member_of(
+    name: str, role: Role, kind: str, hello: Hello, slots: Mapping[str, int], scratch: Mapping[str, int]
+) -> Member:
+    """Return the member that a worker is once it is linked.
+
+    ``slots``, ``scratch``: By worker, the token slots of its slab and the tokens that its scratch memory holds.
+    """
+    return Member(name, role, kind, hello.host, slots.get(name, 0), scratch.get(name, 0), hello.device)
+
+
+def _require_device(plan: ClusterPlan, greeted: Mapping[str, Hello]) -> None:
+    """Raise ConfigError if the ranks of a joining replica are on GPUs, and those of the cluster attend for each other:
+    ranks on GPUs serve nothing in sums."""
+    on_gpus = [name for name, hello in greeted.items() if hello.device != CPU]
+    if on_gpus and plan.pipeline.spreads and plan.pipeline.most_ranks > 1:
+        raise ConfigError(
+            f"{on_gpus[0]} on {greeted[on_gpus[0]].machine} is a rank on a GPU, which serves no requests while it "
+            f"waits for other ranks, and the replicas here attend for each other; let replicas of {CPU} join"
+        )
 
 
 def _make_slabs(
@@ -312,10 +352,11 @@ def _load(
 ) -> Conversation[None]:
     """Have the compute workers of a replica load the model. Raises ConfigError if one has loaded another model."""
     plan, names = fabric.plan, [name for name, _ in greeted]
-    with tempfile.TemporaryDirectory(prefix="lamina-") as folder:
-        for number, (name, hello) in enumerate(greeted):
-            control.send([name], part_setup(plan, number, hello, folder, pool))
-        loaded: dict[str, ModelLoaded] = yield Ask(ModelLoaded, names, LOAD_TIMEOUT_S)
+    require_ranks_together(plan, dict(greeted), pool)
+    meeting = new_meeting()
+    for number, (name, hello) in enumerate(greeted):
+        control.send([name], part_setup(plan, number, hello, meeting, pool))
+    loaded: dict[str, ModelLoaded] = yield Ask(ModelLoaded, names, LOAD_TIMEOUT_S)
     for name, hello in greeted:
         starts = plan.pipeline.shape_in(pool).starts or (0,)
         check_same_model(plan, fabric.loaded, starts, loaded[name], name, hello.machine)

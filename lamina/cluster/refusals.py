@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lamina.cluster.degrees import Replicas, replicas, shapes
-from lamina.cluster.pool import CPU, LOCAL, REMOTE, parse_bounds, size
+from lamina.cluster.pool import CPU, LOCAL, RUNNABLE, parse_bounds, size
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
 from lamina.core.pipeline import Shape
@@ -43,7 +43,8 @@ def refusals(config: EngineConfig, computes: Sequence[str], memories: Sequence[s
 
     Args:
         config: The settings.
-        computes: Kind of each compute worker.
+        computes: Kind of each compute worker. ``remote`` and the names of ``--kind`` may be any device: ask again
+            with ``sizing.reported_kinds`` once the workers have started.
         memories: Kind of each memory worker, with ``local`` for memory of the compute workers.
     """
     yield from _of_replicas(config, computes)
@@ -262,12 +263,6 @@ def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Se
             "replicas with local memory get the K and V of prompts from the same ranks and stages of other replicas",
             "give both pools the same degrees, or use memory workers, such as --memory cpu:1",
         )
-    if REMOTE in computes or config.ray is not None:
-        yield Refusal(
-            f"{given} with compute workers of other machines",
-            "free memory is measured before workers of other machines join",
-            f"use --memory cpu:{len(computes)}",
-        )
     if stages > 1 and (size(config.prefill) or "prefill" in _bounds(config)):
         yield Refusal(
             f"{given}, pipeline_parallel {stages} and prefill {config.prefill or config.autoscale}",
@@ -280,7 +275,7 @@ def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Se
             "a lane stays on the replica that has the KV of its requests",
             "leave out pipelining",
         )
-    if ranks > 1 and not set(computes) <= {CPU}:
+    if ranks > 1 and any(kind != CPU and kind in RUNNABLE for kind in computes):
         yield from _of_ranks_on_gpus(config, given, memories, ranks)
     if made.count > 1 and config.partition == "head":
         yield Refusal(
@@ -312,10 +307,4 @@ def _of_ranks_on_gpus(config: EngineConfig, given: str, memories: Sequence[str],
     if config.kv_tokens_per_worker is not None:
         yield Refusal(
             f"{what} and kv_tokens_per_worker {config.kv_tokens_per_worker}", stays, "leave out kv_tokens_per_worker"
-        )
-    if config.transport == "tcp":
-        yield Refusal(
-            f"{what} and transport tcp",
-            "a rank that waits in a sum receives nothing over TCP, so that its peer might wait for it in a circle",
-            "leave out transport: these workers are on one machine",
         )

@@ -10,7 +10,7 @@ import msgspec
 
 from lamina.cluster.conversations import START_TIMEOUT_S
 from lamina.cluster.degrees import replicas, shapes
-from lamina.cluster.pool import CPU, CUDA, PLACE_S, Assigned, Devices, size
+from lamina.cluster.pool import CPU, CUDA, PLACE_S, RUNNABLE, Assigned, Devices, size
 from lamina.config.engine_config import EngineConfig, overcommit
 from lamina.control.messages import ComputeSetup, Hello, MemorySetup, ModelLoaded
 from lamina.core.errors import ConfigError
@@ -341,7 +341,8 @@ def cluster_plan(
     roles: dict[str, Role] = {name: role for role, names in kinds.items() for name in names}
     machines = Machines.from_greetings(roles, greetings)
     order = pipeline(config, len(kinds["compute"]), machines.shared or not kinds["memory"], local)
-    order = with_lending(order, kinds["compute"].values()) if local else order
+    on = reported_kinds(kinds, greetings)
+    order = with_lending(order, on["compute"].values()) if local else order
     bounds = limits(config, model, order)
     setup = ComputeSetup(
         model=str(model.path),
@@ -360,9 +361,46 @@ def cluster_plan(
         quantization=config.quantization,
         activation_dtype=config.activation_dtype,
         gpu_share=config.gpu_memory_utilization,
-        scratch=uses_scratch(config, order, kinds),
+        scratch=uses_scratch(config, order, on),
     )
     return ClusterPlan(config, kinds, greetings, machines, setup, bounds, order, is_open)
+
+
+def by_machine(computes: Mapping[str, str], prefills: int, greetings: Mapping[str, Hello]) -> dict[str, str]:
+    """Return the kinds of compute workers in an order in which workers of one kind and machine are neighbours.
+
+    Ranks are neighbours, and workers of other machines join in any order.
+
+    Args:
+        computes: Kind of each compute worker, those that only run prompts first.
+        prefills: Number of those.
+        greetings: First message of each worker.
+    """
+    names = list(computes)
+    kinds, hosts = list(computes.values()), [greetings[name].host for name in names]
+
+    def place(number: int) -> tuple[bool, int, int]:
+        return number >= prefills, kinds.index(kinds[number]), hosts.index(hosts[number])
+
+    order = [names[number] for number in sorted(range(len(names)), key=place)]
+    return {name: computes[name] for name in order}
+
+
+def reported_kinds(
+    kinds: Mapping[Role, Mapping[str, str]], greetings: Mapping[str, Hello]
+) -> dict[Role, dict[str, str]]:
+    """Return the kinds of devices that workers run on: ``remote`` and the names of ``--kind`` do not say.
+
+    Args:
+        kinds: The kinds that the settings name, by role and worker.
+        greetings: The first message of each worker, which names its device.
+    """
+    return {
+        role: {
+            name: kind if kind in RUNNABLE else greetings[name].device.partition(":")[0] for name, kind in each.items()
+        }
+        for role, each in kinds.items()
+    }
 
 
 def uses_scratch(config: EngineConfig, pipeline: Pipeline, kinds: Mapping[Role, Mapping[str, str]]) -> bool:

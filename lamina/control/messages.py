@@ -36,8 +36,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
         rank: which of ``ranks`` parts of every slice to load.
         degrees: ranks of a replica, by pool.
         sequences: most sequences that draw a token in a step.
-        meeting: file of the engine's machine by which the ranks of a replica on GPUs find each other (torch's
-            ``FileStore``).
+        meeting: name of a folder for temporary files, in which the ranks of a stage on GPUs find each other.
         stage: which of ``stages`` parts of the slices to load.
         quantization: type to which the weights of linear layers are quantised.
         activation_dtype: element type of the inputs of linear layers whose weights are held as codes.

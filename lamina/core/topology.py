@@ -53,10 +53,11 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         name: never used again for another worker.
-        kind: kind of its device.
+        kind: kind of its device, or ``remote``, or a name of ``--kind``: a worker in its place has the same kind.
         capacity: token slots. A compute worker that has some is in both pools. The local memory of a replica's stages
             counts as that of the first stage (``Pipeline.home``): the others have as many slots, and 0 here.
         scratch: tokens that its scratch memory holds (``lamina.compute.local_memory``).
+        device: what it runs on, as its greeting says: "cpu", "cuda:INDEX" or "emulated".
     """
 
     name: str
@@ -65,6 +66,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     host: str
     capacity: int = 0
     scratch: int = 0
+    device: str = "cpu"
 
     @property
     def roles(self) -> frozenset[Role]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lamina.cluster.bringup import Cluster
 from lamina.cluster.conversations import Workers
-from lamina.cluster.pool import CPU, REMOTE
+from lamina.cluster.pool import CPU
 from lamina.control.messages import (
     Change,
     Changed,
@@ -289,7 +289,7 @@ class Members:
         plans = [plan for plan in self._turn.in_flight.values() if plan.runs]
         running = {number for plan in plans for number in order.workers_of(plan.lane, plan.rotates)}
         running = {number for number in running if len(order.ranks_at(number)) > 1}
-        on_cpus = {member.name for member in topology.members if member.kind in (CPU, REMOTE)}
+        on_cpus = {member.name for member in topology.members if member.device == CPU}
         names = {name for number, name in enumerate(topology.computes) if number in running}
         return topology.whole_replicas(names - on_cpus)
 

@@ -1,9 +1,13 @@
-"""The room that the arenas of workers that join have for links."""
+"""The room that the arenas of workers that join have for links, and which machines may run ranks."""
 
 from unittest.mock import Mock
 
-from lamina.cluster.joining import Fabric
-from lamina.core.pipeline import Pipeline
+import pytest
+
+from lamina.cluster.joining import Fabric, require_ranks_together
+from lamina.control.messages import Hello
+from lamina.core.errors import ConfigError
+from lamina.core.pipeline import Pipeline, Shape
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import AttentionSpec, DType
 from lamina.dataplane.leases import Leases, messages
@@ -21,3 +25,14 @@ def test_a_memory_worker_that_joins_before_lost_workers_are_replaced_has_room_fo
     for slot_nbytes in (0, *[sizes.request] * 4):  # memory1, compute0, and three compute workers that come later
         leases.lease(slot_nbytes)
     assert fabric.most_links == {"memory2": 5}
+
+
+def test_ranks_on_gpus_of_two_machines_are_one_clear_error() -> None:
+    """Those on CPUs sum over their links, and stages may be anywhere."""
+    plan = Mock(pipeline=Pipeline(2, 1, shape=Shape(ranks=2, stages=2)))
+    one, two = (Hello(f"h{number}", machine=f"m{number}", device="cuda:0") for number in (1, 2))
+    require_ranks_together(plan, {"compute0": one, "compute1": one, "compute2": two, "compute3": two}, "compute")
+    apart = {"compute0": one, "compute1": two, "compute2": two, "compute3": two}
+    with pytest.raises(ConfigError, match="compute0 on m1 and compute1 on m2 are not; run a multiple of 2 workers"):
+        require_ranks_together(plan, apart, "compute")
+    require_ranks_together(plan, {name: Hello(hello.host) for name, hello in apart.items()}, "compute")

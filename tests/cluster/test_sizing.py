@@ -182,3 +182,40 @@ def test_four_compute_workers_are_two_replicas_of_two_stages() -> None:
     assert (apart.lanes, [one.lanes for one in apart.choices]) == (12, [8, 4, 12])
     given = sizing.pipeline(EngineConfig(pipeline_parallel=2, lanes=5), 4, shared=False)
     assert (given.lanes, given.choices) == (5, ())
+
+
+def test_workers_of_one_machine_become_ranks_of_one_replica() -> None:
+    """They join in any order; those that only run prompts stay in front."""
+    machines = {"a": "h1", "b": "h2", "c": "h1", "d": "h2", "e": "h2", "f": "h3", "g": "h2", "h": "h3"}
+    greetings = {name: Hello(host) for name, host in machines.items()}
+    kinds = dict.fromkeys("abcdef", "remote") | dict.fromkeys("gh", "cuda")
+    assert list(sizing.by_machine(kinds, 4, greetings)) == ["a", "c", "b", "d", "e", "f", "g", "h"]
+    same = dict.fromkeys(machines, Hello("h1"))
+    assert list(sizing.by_machine(kinds, 4, same)) == list(machines), "on one machine, all stay where they are"
+
+
+def test_the_device_of_a_remote_worker_is_what_it_says() -> None:
+    """Whether ranks attend for others while they wait in sums depends on it."""
+    kinds: dict[Role, dict[str, str]] = {
+        "compute": {"a": "remote", "b": "near", "c": "h100"},
+        "memory": {"d": "remote", "e": "emulated"},
+    }
+    greetings = {"a": Hello("", device="cuda:3"), "b": Hello("", device="cpu"), "d": Hello("", device="emulated:0")}
+    reported = sizing.reported_kinds(kinds, greetings)
+    assert reported == {
+        "compute": {"a": "cuda", "b": "cpu", "c": "h100"},
+        "memory": {"d": "emulated", "e": "emulated"},
+    }
+
+
+@pytest.mark.parametrize(("devices", "lends", "one_way"), [(["cpu"] * 4, True, False), (["cuda:0"] * 4, True, True)])
+def test_ranks_of_other_machines_attend_for_others_as_their_devices_allow(
+    devices: list[str], lends: bool, one_way: bool
+) -> None:
+    kinds: Any = {"compute": {f"compute{number}": "remote" for number in range(4)}, "memory": {}}
+    greetings = {f"compute{number}": Hello("h", device=device) for number, device in enumerate(devices)}
+    config = EngineConfig(compute="remote:2", prefill="remote:2", tensor_parallel=2)
+    made = sizing.cluster_plan(
+        config, directory.find(None), [], kinds, greetings, is_open=True, trace=False, local=True
+    ).pipeline
+    assert (made.lends, made.one_way) == (lends, one_way)

@@ -1,8 +1,10 @@
 """Sums over the ranks of a replica on emulated GPUs, by gloo between two processes."""
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,21 @@ def test_sums_are_replayed_with_what_is_around_them(tmp_path: Path) -> None:
     assert got == wanted * 2
 
 
-def test_a_rank_on_another_machine_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="rank 0 of 2 is on another machine than the engine"):
-        GpuSums(Rank(0, 2), Emulated(), str(tmp_path / "elsewhere" / "ranks"))
+def test_nothing_is_left_of_the_folder_in_which_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each machine has a folder of its own, with the name that the engine gave."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}; {OTHER}"
+    other = subprocess.Popen([sys.executable, "-c", code, "lamina-name"], stdout=subprocess.DEVNULL)
+    try:
+        play(0, "lamina-name")
+        assert other.wait(60) == 0
+    finally:
+        torch.distributed.destroy_process_group()
+        other.kill()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_another_user_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    with pytest.raises(ConfigError, match="ranks belongs to another user; run all ranks of a machine as one user"):
+        GpuSums(Rank(0, 2), Emulated(), str(tmp_path / "ranks"))

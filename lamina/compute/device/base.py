@@ -153,7 +153,7 @@ class Device(Mapper, Protocol):
     def sums(self, rank: Rank, meeting: str) -> Sums:
         """Return the all-reduce of ``rank`` with the other ranks of its replica. Raises ConfigError.
 
-        ``meeting``: Path of a rendezvous file on this machine, which all ranks of the replica pass.
+        ``meeting``: Name of a folder for temporary files, which all ranks of the stage pass.
         """
 
     def form(self, model: LoweredModel, to: Quantization) -> Form:

@@ -5,6 +5,8 @@ sends it to all, so that all ranks get the same bits.
 """
 
 import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -21,10 +23,10 @@ from lamina.transport.endpoint import Wait
 from lamina.worker.links import Links
 
 _ENVIRONMENT = {
-    # All ranks are on one machine: nobody else should reach the sockets by which they find each other.
+    # All ranks of a stage are on one machine: nobody else should reach the sockets by which they find each other.
     "NCCL_SOCKET_IFNAME": "lo",
     "GLOO_SOCKET_IFNAME": "lo",
-    # The monitor is a thread that reads the meeting file every second; the file is removed once all have joined.
+    # The monitor is a thread that reads the store every second; rank 0 removes the store once all have joined.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 
@@ -35,25 +37,24 @@ class GpuSums:
     def __init__(self, rank: Rank, kit: Kit, meeting: str) -> None:
         """Join the other ranks; blocks until all have joined. Raises ConfigError.
 
-        ``meeting``: Path of a file on this machine by which the ranks find each other.
+        ``meeting``: Name of a folder for temporary files on this machine, in which the ranks find each other.
         """
         self.rank = rank
         self._kit = kit
         self._one = torch.ones(1, device=kit.place)
         if rank.count == 1:
             return
-        if not Path(meeting).parent.is_dir():  # the store would wait until the folder exists
-            raise ConfigError(
-                f"rank {rank.number} of {rank.count} is on another machine than the engine; the ranks of a replica on "
-                "GPUs must be on the engine's machine"
-            )
+        folder = Path(tempfile.gettempdir(), meeting)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise ConfigError(f"{folder} belongs to another user; run all ranks of a machine as one user")
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         bound = timedelta(seconds=SETUP_TIMEOUT_S)  # a rank may load its weights for long
         try:
             dist.init_process_group(
                 kit.backend,
-                store=dist.FileStore(meeting, rank.count),
+                store=dist.FileStore(str(folder / "ranks"), rank.count),
                 rank=rank.number,
                 world_size=rank.count,
                 timeout=bound,
@@ -67,6 +68,9 @@ class GpuSums:
                 f"rank {rank.number} of {rank.count} cannot join the others by {kit.backend}: {error}. Install a "
                 "PyTorch that has it, or leave out tensor_parallel"
             ) from error
+        finally:
+            if rank.number == 0:  # which has met all others
+                shutil.rmtree(folder, ignore_errors=True)
 
     @property
     def may_leave(self) -> bool:
