@@ -296,6 +296,7 @@ class AsyncLamina:
     Takes the settings of :class:`Lamina`. Workers start in ``async with`` or at the first request, in a thread, and end
     with the block or with :meth:`close`. Requests of several tasks run together; cancelling a task cancels its request.
 
+    >>> import asyncio
     >>> async def main():
     ...     async with AsyncLamina() as lamina:
     ...         async for output in lamina.generate("def __init__(self, name):", {"temperature": 0.0, "max_tokens": 6}):

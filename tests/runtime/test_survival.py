@@ -116,11 +116,11 @@ import os
 import signal
 from lamina.memory import store, worker
 apply, serve, poisonous = store.KvStore.apply, store.KvStore.serve, set()
-def watched(self, plan):
+def watched(self, plan, *arguments):
     for admission in plan.admitted:
         if admission.params.seed == 666:
             poisonous.update(range(admission.sequence, admission.sequence + admission.count))
-    return apply(self, plan)
+    return apply(self, plan, *arguments)
 def deadly(self, layer, step, *arguments):
     if any(one.sequence in poisonous and one.stop > 12 for one in step.plan.sequences):
         os.kill(os.getpid(), signal.SIGKILL)
