@@ -91,6 +91,30 @@ def test_workers_run_where_ray_has_room_and_a_node_is_lost(
     assert started and not psutil.wait_procs(started, SCALE_S)[1], "a worker is left behind"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("pools", [{"prefill": "near:1", "compute": "far:1"}, {"compute": "near:1,far:1"}])
+def test_workers_that_ray_places_have_local_memory(
+    pools: dict[str, str], cluster: Any, checkpoint: Path, undisturbed: list[list[CompletionOutput]]
+) -> None:
+    """Prompts apart from decoding, and instances. Another joins, and a lost one is replaced by one of its kind."""
+    base = dataclasses.replace(settings(checkpoint, cluster), memory="local", **pools)  # type: ignore[arg-type]
+    engine = launch(base)
+    try:
+        assert not engine.topology.memories and engine.topology.local == engine.topology.names
+        assert_same(Streams(engine, REQUESTS).results(), undisturbed)
+        streams = Streams(engine, REQUESTS)
+        streams.wait_for_tokens(60)
+        assert engine.scale(compute="far:+1").result(SCALE_S) == ["compute2"]
+        worker_processes("lamina.compute")[0].send_signal(signal.SIGKILL)
+        wait_for_recoveries(engine, 1)
+        assert_same(streams.results(), undisturbed)
+        wait_until(lambda: len(engine.topology.computes) == 3, "the lost worker is not replaced")
+        assert_same(Streams(engine, REQUESTS).results(), undisturbed)
+        wait_until(lambda: not any(one.used for one in engine.stats().memory.values()), "slots stayed in use")
+    finally:
+        engine.close()
+
+
 def node_of(worker: str) -> str:
     """Ray's id of the node that a worker runs on."""
     (group,) = [
