@@ -65,14 +65,13 @@ def converse(gather: "Gather", conversation: Conversation[ResultT]) -> ResultT:
 
 
 class Wish(NamedTuple):
-    """A request from another machine to the engine that ``leaver``, a worker of kind ``kind``, leaves.
+    """A request from another machine to the engine that ``leaver`` leaves, with its replica.
 
-    ``moves``: the leaver's machine will be shut down, and a new worker of its kind replaces it elsewhere. Such a wish
-    is repeated until the worker has left.
+    ``moves``: the leaver's machine will be shut down, and new workers of the same kinds replace them elsewhere. Such a
+    wish is repeated until the worker has left.
     """
 
     leaver: str
-    kind: str
     moves: bool = False
 
 

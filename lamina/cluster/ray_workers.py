@@ -224,8 +224,8 @@ class RayWorkers:
             with contextlib.suppress(*_LOST):
                 draining = ray._private.state.state.get_draining_nodes()
                 with self._lock:
-                    moving = [(name, one) for name, one in self._placed.items() if one.node in draining]
-                    self._wishes = [Wish(name, one.kind, moves=True) for name, one in moving]
+                    moving = [name for name, one in self._placed.items() if one.node in draining]
+                    self._wishes = [Wish(name, moves=True) for name in moving]
 
     def wishes(self) -> Sequence[Wish]:
         """Return the wishes of workers whose nodes are drained and of workers that leave."""

@@ -277,7 +277,7 @@ class RemoteWorkers:
             one.pid = message.pid
         elif isinstance(message, Leaving):
             if one.worker:
-                self._wishes.append(Wish(one.worker, one.about.kind))
+                self._wishes.append(Wish(one.worker))
             else:
                 del self._agents[identity]
         elif isinstance(message, Exited):
@@ -403,7 +403,7 @@ class LocalAndRemote:
         self.remote.refuse_offers(pool, reason)
 
     def wishes(self) -> Sequence[Wish]:
-        return [wish._replace(kind=REMOTE) for wish in self.remote.wishes()]
+        return self.remote.wishes()
 
     def ended(self) -> Mapping[str, str]:
         local, remote = self.local.ended(), self.remote.ended()

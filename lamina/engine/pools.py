@@ -16,7 +16,7 @@ from lamina.core.pipeline import Pipeline
 from lamina.core.topology import COMPUTE_POOLS, Member, Pool, Role, Topology, role_of
 from lamina.engine.changes import Joiner, Joins, Leaves
 from lamina.engine.replacements import RETRY_S, Replacements, fitting, lost_replicas
-from lamina.engine.resizing import ResizePlanner, require_single_workers, together
+from lamina.engine.resizing import ResizePlanner, together
 from lamina.schedule.turn import Turn
 
 log = logging.getLogger(__name__)
@@ -302,20 +302,21 @@ class Pools:
                     log.warning("%s", error)
 
     def _let_leave(self, wish: Wish) -> None:
-        """Begin to let a worker of another machine leave. Raises ConfigError if it has to stay."""
+        """Begin to let a worker of another machine leave, with its replica. Raises ConfigError if it has to stay."""
         name, pool = wish.leaver, self._pool_to_be(wish.leaver)
-        if role_of(pool) == "compute":
-            require_single_workers(self._pipeline, "does not move to another machine")
+        replica = self.topology.whole_replicas([name])
+        leavers = [member for member in self.topology.members if member.name in replica]
         if wish.moves and name not in self._moving:
-            log.warning("the machine of %s is to end: it moves to another one", name)
-            self._moving.add(name)
-            self._start(pool, (wish.kind,), None)
-        if self.topology.lacks([*self._leaves.names, name]) is not None:
+            log.warning("the machine of %s is to end: it moves to another one", " and ".join(sorted(replica)))
+            self._moving |= replica
+            self._start(pool, tuple(member.kind for member in leavers), None)
+        if self.topology.lacks([*self._leaves.names, *replica]) is not None:
             raise ConfigError(f"{name} stays: no other {role_of(pool)} worker is left")
-        self._leaves.validate_leave([name], self.topology)
-        self._leaves.begin_leave(name, self.topology)
+        self._leaves.validate_leave([member.name for member in leavers], self.topology)
+        for member in leavers:
+            self._leaves.begin_leave(member.name, self.topology)
         if not wish.moves:
-            self.wanted[pool] -= 1
+            self.wanted[pool] -= len(leavers)
 
     # -- every turn of the engine
 

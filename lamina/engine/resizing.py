@@ -218,12 +218,3 @@ class ResizePlanner:
 def together(pool: Pool, pipeline: Pipeline) -> int:
     """Return how many workers of a pool join together: one memory worker, or all workers of a replica."""
     return 1 if pool == "memory" else pipeline.shape_in(pool).workers
-
-
-def require_single_workers(pipeline: Pipeline, why: str) -> None:
-    """Raise ConfigError if a replica has several compute workers. ``why``: what a whole replica does not do."""
-    most = max(shape.workers for shape in pipeline.shapes)
-    if most > 1:
-        raise ConfigError(
-            f"a replica of {most} compute workers {why} while the engine serves: remove only memory workers"
-        )

@@ -194,7 +194,7 @@ def test_a_linked_joiner_whose_process_has_ended_does_not_enter() -> None:
 
 
 def test_a_worker_that_asked_to_leave_stays_once_the_other_one_is_lost() -> None:
-    pools = pools_of(TOPOLOGY, is_drained=False, wishes=[Wish("memory1", "remote")])
+    pools = pools_of(TOPOLOGY, is_drained=False, wishes=[Wish("memory1")])
     pools.turn(steady=True)
     assert pools.states == {"memory1": "draining"}
     assert pools.wanted["memory"] == 1, "it is not missed"
@@ -211,7 +211,7 @@ def test_pools_are_to_have_the_workers_that_joined_from_other_machines_and_not_t
     (joiner,) = pools._joins._joiners
     pools._joins._fail(joiner, TransportError("its machine has gone"))
     assert pools.coming("memory") == 0 and pools.wanted["memory"] == 2
-    wishes[:] = [Wish("memory0", "remote")]
+    wishes[:] = [Wish("memory0")]
     pools.turn(steady=True)
     assert pools.wanted["memory"] == 1 and pools.topology.memories == ("memory1",)
 
@@ -521,7 +521,7 @@ def test_a_worker_that_leaves_while_it_changes_its_role_is_missed_in_no_pool() -
     pools = pools_of(topology, wishes=wishes)
     pools.resize({"prefill": PoolChange(1), "compute": PoolChange(-1)}, Resize())
     assert pools.states == {"compute2": "turning"}
-    wishes[:] = [Wish("compute2", "remote")]
+    wishes[:] = [Wish("compute2")]
     pools.turn(steady=False)
     wishes.clear()
     assert {pool: pools._coming_size(pool) for pool in pools.wanted} == pools.wanted
@@ -585,3 +585,13 @@ def test_ranks_leave_only_if_the_local_memory_of_other_replicas_has_room() -> No
     leaves = Leaves(Mock(), Mock(), Mock(placement=placed, requests=[Mock(tokens=61)]))
     with pytest.raises(ConfigError, match="may need 61 KV tokens, and the memory workers that stay hold 60"):
         leaves.validate_leave(own, topology)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_replica_leaves_or_moves_as_a_whole_when_the_machine_of_one_worker_ends(moves: bool) -> None:
+    topology = whole_replicas(stages=2)
+    pools = pools_of(topology, wishes=[Wish("compute1", moves)])
+    pools.turn(steady=True)
+    assert pools.topology.computes == ("compute2", "compute3")
+    assert pools.coming("compute") == (2 if moves else 0)
+    assert pools.wanted["compute"] == (4 if moves else 2)
