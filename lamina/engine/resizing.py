@@ -120,7 +120,7 @@ class ResizePlanner:
     def require_roles(self) -> None:
         """Raise ConfigError if this cluster cannot have a prefill pool."""
         pipeline, limits, config = self.pipeline, self.fabric.plan.limits, self.fabric.plan.config
-        if self.topology.local and not pipeline.spreads:
+        if self.fabric.plan.compute_setup.local and not pipeline.spreads:  # also while all replicas are lost
             raise ConfigError(f"{KEEP_ROLE}; start with only memory workers, such as --memory cpu:1, to scale prefill")
         if config.pipelining == "rotational":
             raise ConfigError(

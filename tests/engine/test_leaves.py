@@ -91,7 +91,7 @@ def pools_of(
         turn.in_flight, turn.scheduler.requests = {}, []
         turn.scheduler.is_drained = lambda name: is_drained
         turn.scheduler.placement = Placement(topology.capacities)
-    plan = Mock(compute_setup=Mock(local=False), start_s=60.0, limits=Limits(8, 64, 60))
+    plan = Mock(compute_setup=Mock(local=bool(topology.local)), start_s=60.0, limits=Limits(8, 64, 60))
     control, workers, fabric = Mock(), Mock(), Mock(plan=plan)
     fabric.most_links, fabric.memory_setup.attentions = {}, [Mock(), Mock()]
     fabric.plan.config.prefill, fabric.plan.config.compute = None, f"cpu:{len(topology.computes)}"
@@ -595,3 +595,14 @@ def test_a_replica_leaves_or_moves_as_a_whole_when_the_machine_of_one_worker_end
     assert pools.topology.computes == ("compute2", "compute3")
     assert pools.coming("compute") == (2 if moves else 0)
     assert pools.wanted["compute"] == (4 if moves else 2)
+
+
+def test_replicas_of_stages_with_local_memory_keep_their_role_while_all_of_them_are_lost() -> None:
+    """Workers that would join have local memory, though no member has."""
+    topology = whole_replicas(stages=2)
+    members = (*topology.members, *TOPOLOGY.members[1:])
+    pools = pools_of(Topology(FIRST, members, topology.pipeline))
+    lost = dict.fromkeys(topology.computes, TransportError("killed"))
+    pools.on_workers_lost(lost, pools.topology.without([*lost]))
+    with pytest.raises(ConfigError, match=r"replicas of stages .* keep their role"):
+        pools.resize({"prefill": PoolChange(2)}, Resize())
