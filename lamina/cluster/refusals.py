@@ -11,7 +11,7 @@ from lamina.cluster.pool import CPU, LOCAL, RUNNABLE, parse_bounds, size
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
 from lamina.core.pipeline import Shape
-from lamina.core.topology import Pool
+from lamina.core.topology import COMPUTE_POOLS, Pool
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,14 @@ def _of_replicas(config: EngineConfig, computes: Sequence[str]) -> Iterator[Refu
     if prefills:
         yield from _of_pool("prefill", early, computes[:prefills])
     yield from _of_pool("compute", late, computes[prefills:])
-    if "compute" in _bounds(config) and late.workers > 1:
-        yield Refusal(
-            f"autoscale {config.autoscale} and replicas of {late.workers} compute workers",
-            "autoscaling adds and removes single workers, and a part of a replica cannot serve",
-            "autoscale only memory, and scale compute by lamina scale",
-        )
+    bounds = _bounds(config)
+    for pool, shape in zip(COMPUTE_POOLS, (early, late), strict=True):
+        if any(one % shape.workers for one in bounds.get(pool, ())):
+            yield Refusal(
+                f"autoscale {config.autoscale} and replicas of {shape.workers} compute workers",
+                "a replica joins, leaves or changes its role as a whole",
+                f"give multiples of {shape.workers}",
+            )
 
 
 def _of_pool(pool: Pool, shape: Shape, kinds: Sequence[str]) -> Iterator[Refusal]:
@@ -146,12 +148,6 @@ def _of_balanced_roles(config: EngineConfig, made: Replicas) -> Iterator[Refusal
             f"{given} without slo_ttft_ms and slo_tbt_ms",
             "replicas change their role when one of these two SLOs is missed",
             "give both",
-        )
-    if any(one % workers for one in bounds["prefill"]):
-        yield Refusal(
-            f"{given} and replicas of {workers} compute workers",
-            "a replica changes its role as a whole",
-            f"give multiples of {workers}",
         )
     if bounds["prefill"][0] // workers >= made.count:
         yield Refusal(

@@ -68,7 +68,7 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
             "no product of fp8 weights; give quantization int8 or int4",
         ),
         ({"tensor_parallel": 2}, ["a100", "a100", "a100", "h100"], ["cpu"], "tensor_parallel 2 of a100 and h100"),
-        ({"tensor_parallel": 2, "autoscale": "compute=1:2"}, ["cpu"] * 2, ["cpu"], "autoscale only memory"),
+        ({"tensor_parallel": 2, "autoscale": "compute=1:2"}, ["cpu"] * 2, ["cpu"], "give multiples of 2"),
         ({"autoscale": "prefill=1:2", "slo_tbt_ms": 50}, ["cpu"] * 3, ["cpu"], "without slo_ttft_ms and slo_tbt_ms"),
         ({**BALANCED, "autoscale": "prefill=1:2"}, ["cpu"], ["cpu"], "one must always decode; give --compute 2"),
         (
@@ -82,7 +82,7 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
             {**BALANCED, "autoscale": "prefill=1:2", "pipeline_parallel": 2},
             ["cpu"] * 4,
             ["cpu"],
-            "a replica changes its role as a whole; give multiples of 2",
+            "a replica joins, leaves or changes its role as a whole; give multiples of 2",
         ),
         ({"pipeline_parallel": 2, "pipelining": "rotational"}, ["cpu"] * 4, ["cpu"], "a lane stays on its replica"),
         ({"pipelining": "rotational", "lanes": 4}, ["cpu"] * 2, ["cpu"], "give lanes 3, or leave it out"),

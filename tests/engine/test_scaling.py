@@ -86,7 +86,7 @@ def test_what_waits_for_room_counts_and_what_waits_for_a_seat_or_its_turn_does_n
     plan_of(under_test)
     load = memory_load(under_test, topology(C, M0), 0, 1)
     assert load.starved and load.demand == pytest.approx(1.6), "of four seats, one has its room"
-    assert (load.serving, load.workers, load.enough) == (1, 2, 2)
+    assert (load.serving, load.units, load.enough) == (1, 2, 2)
     assert "40 of 100 KV slots are in use, and requests wait for 120" in load.why
 
 

@@ -8,13 +8,14 @@ import pytest
 
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
+from lamina.core.outputs import CompletionOutput
 from lamina.core.sampling import SamplingParams
 from lamina.engine import scaling
 from lamina.engine.engine import Engine
 from lamina.engine.scaling import Windows
 from lamina.launch import launch
 from tests.support.random_models import SERVED_VOCABULARY
-from tests.support.running import Killable, Prompt, Streams, assert_same, config
+from tests.support.running import REQUESTS, Killable, Prompt, Streams, assert_same, config
 from tests.support.waiting import wait_until
 
 
@@ -70,6 +71,32 @@ def test_a_burst_of_long_contexts_makes_the_memory_pool_grow_and_it_shrinks_afte
     assert "the memory pool of 2 scales by -1: 0 of " in said[-1]
 
 
+@pytest.mark.parametrize(
+    ("computes", "bounds", "size"),
+    [pytest.param(2, "4:4", 4, marks=pytest.mark.slow, id="grows"), pytest.param(4, "2:4", 2, id="shrinks")],
+)
+def test_the_compute_pool_scales_by_whole_replicas(
+    computes: int,
+    bounds: str,
+    size: int,
+    checkpoint: Path,
+    undisturbed: list[list[CompletionOutput]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Replicas of two stages hold all KV. Requests that run when one leaves are computed again elsewhere."""
+    monkeypatch.setattr(scaling, "WINDOWS", {"compute": Windows(0.2, 0.5)})
+    settings = config(checkpoint, computes, 1, pipeline_parallel=2, lanes=4, autoscale=f"compute={bounds}")
+    engine = launch(dataclasses.replace(settings, memory="local"))
+    try:
+        wait_until(lambda: len(engine.topology.computes) == size, "the pool keeps its size")
+        assert_same(Streams(engine, REQUESTS).results(), undisturbed)
+        scaled = engine.stats().scaling["compute"]
+        assert scaled.grown - scaled.shrunk == size - computes
+        wait_until(lambda: slots(engine) == 0, "slots stayed in use")
+    finally:
+        engine.close()
+
+
 class Broken(Killable):
     """Workers that are started later exit at once."""
 
@@ -101,10 +128,14 @@ def test_workers_that_do_not_start_are_not_tried_again_at_once(
     [
         ({"autoscale": "memory=3:2"}, "3 to 2 memory workers"),
         ({"autoscale": "memory=0:2"}, "without local memory: one memory worker must stay"),
+        (
+            {"autoscale": "compute=2:3", "compute": "cpu:2", "tensor_parallel": 2},
+            "a replica joins, leaves or changes its role as a whole; give multiples of 2",
+        ),
     ],
 )
 def test_bounds_that_the_pools_rule_out_are_refused_before_anything_is_started(
-    settings: dict[str, str], said: str
+    settings: dict[str, object], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         launch(dataclasses.replace(EngineConfig(memory="cpu:1"), **settings))  # type: ignore[arg-type]

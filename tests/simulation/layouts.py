@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lamina.cluster.degrees import shapes
 from lamina.cluster.pool import CPU, LOCAL
 from lamina.cluster.refusals import refusals
 from lamina.config.engine_config import EngineConfig
@@ -264,7 +265,8 @@ def _coded(made: Layout, chance: random.Random) -> Layout:
 
 def _scaled(made: Layout, chance: random.Random) -> Layout:
     """Return a cluster whose pools grow and shrink by load, soon and often."""
-    chosen = chance.sample(["memory=1:3", "compute=1:3"], chance.choice([1, 1, 2]))
+    each = shapes(made.config)[1].workers
+    chosen = chance.sample(["memory=1:3", f"compute={each}:{3 * each}"], chance.choice([1, 1, 2]))
     windows = dict.fromkeys(("compute", "memory"), Windows(0.5, chance.choice([1, 5])))
     config = dataclasses.replace(made.config, autoscale=",".join(chosen))
     return dataclasses.replace(made, config=config, knobs={**made.knobs, ("lamina.engine.scaling", "WINDOWS"): windows})
