@@ -198,8 +198,8 @@ class EngineConfig:
         _scheduling(
             "Order in which requests are admitted and computed. fifo: order of arrival, fair between clients; "
             "shortest: shortest prompt first; priority: smallest priority of the request first; slo: earliest "
-            "deadline by slo_ttft_ms first, late requests last; loongserve: order of arrival, and measured times "
-            "decide when prompts run, and in which lanes; or the name of an entry point lamina.policies."
+            "deadline by slo_ttft_ms and slo_tbt_ms first, late requests last; loongserve: order of arrival, and "
+            "measured times decide when prompts run, and in which lanes; or the name of an entry point lamina.policies."
         ),
     ] = "fifo"
     kv_cache_memory_bytes: Annotated[

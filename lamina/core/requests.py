@@ -77,6 +77,7 @@ class Group:
 
     Attributes:
         arrival: number of the request in order of arrival; kept when its KV is dropped.
+        arrived_s: when the request arrived, of the clock that ``Turn.plan`` uses; kept when its KV is dropped.
         lane: the lane that runs it; -1 while it waits.
         allocated: lanes that its policy has chosen for its prompt; empty if it has chosen none.
         heads: head range of its segments.
@@ -107,6 +108,7 @@ class Group:
     max_tokens: int
     completions: list[Completion]
     arrival: int = 0
+    arrived_s: float = 0.0
     lane: int = -1
     allocated: frozenset[int] = frozenset()
     heads: tuple[int, int] = (0, 0)

@@ -169,7 +169,7 @@ class Admissions:
             self._exhausted = False
 
     def expire(self, now: float, token_s: float) -> None:
-        """Move requests that have become late behind all others. Arguments are those of ``Policy.start_by``."""
+        """Move requests that have become late behind all others. Arguments are those of ``RankedQueue.expire``."""
         self._queue.expire(now, token_s)
 
     def put_back(self, group: Group) -> None:

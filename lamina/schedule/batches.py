@@ -3,7 +3,8 @@
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 from lamina.core.requests import Completion, Group, Owner, Rank
 from lamina.core.segments import holding
@@ -156,6 +157,9 @@ class DecodeBatch:
 
 SMALLEST = 64  # tokens: a smaller chunk is not worth its share of a step's fixed costs
 
+Lead: TypeAlias = Callable[[Mapping[Completion, Group]], tuple[Sequence[Completion], float]]
+"""Returns the prompts to run in order, and their share of a step's rows for prompts; at least one of some prompts."""
+
 
 class PromptBatch:
     """Sequences with tokens left to run before they draw: of a prompt, or tokens whose KV was dropped.
@@ -165,11 +169,19 @@ class PromptBatch:
     wait for long ones, prompts of equal length run one after the other, and a step has at most two unfinished prompts.
     """
 
-    def __init__(self, first_share: float = 0.5, rank: Callable[[Group], Rank] | None = None) -> None:
-        """``first_share`` is the first prompt's share of the budget. The first prompt has the smallest ``rank``;
-        without ``rank``, it was added first."""
+    def __init__(
+        self, first_share: float = 0.5, rank: Callable[[Group], Rank] | None = None, lead: Lead | None = None
+    ) -> None:
+        """Create a batch without prompts.
+
+        Args:
+            first_share: The first prompt's share of the budget.
+            rank: The first prompt has the smallest rank; None: it was added first.
+            lead: Chooses several prompts and their share instead of the first one and ``first_share``.
+        """
         self._first_share = first_share
         self._rank = rank
+        self._lead = lead
         self._owners: dict[Completion, Group] = {}  # prompts' owners, in the order in which the prompts run
         self._shortest: list[tuple[int, int, Completion]] = []  # a heap of (left, sequence, ...); some are out of date
 
@@ -227,9 +239,12 @@ class PromptBatch:
         """Return the result of ``share`` by completion, without changing anything."""
         if budget <= 0 or not self._owners:
             return {}
-        first = next(iter(self._owners))
-        shares = {first: min(self._most(first, budget), math.ceil(budget * self._first_share))}
-        spare = budget - shares[first]
+        leaders, share = self._lead(self._owners) if self._lead else ([next(iter(self._owners))], self._first_share)
+        shares, reserved = dict[Completion, int](), math.ceil(budget * share)
+        for leader in leaders:
+            shares[leader] = min(self._most(leader, budget), reserved)
+            reserved -= shares[leader]
+        first, spare = leaders[0], budget - sum(shares.values())
         smallest, shortest = min(SMALLEST, budget // 2), self._shortest.copy()
         while spare and (one := self._pop_shortest(shortest)) is not None:
             if spare < min(smallest, one.left):

@@ -232,6 +232,7 @@ def requeued(group: Group, sequences: Iterator[int]) -> Group:
         group.max_tokens,
         completions,
         group.arrival,
+        group.arrived_s,
         heads=group.heads,
         expand=group.expand,
         gave_way=group.gave_way,

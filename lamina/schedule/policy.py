@@ -20,6 +20,7 @@ from lamina.schedule.loongserve import FourSteps, LaneLoad, Spread
 
 ENTRY_POINTS = "lamina.policies"
 QUEUEING = 2.0  # expected time of a prompt in a loaded engine, as a multiple of its time alone
+HASTE = 1.25  # share of the rows that prompts with deadlines get, as a multiple of what they are predicted to need
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class Policy(Protocol):
         fair: If True, clients take turns, and ranks order the requests of each connection. If False, ranks order the
             requests of all clients together, and no request is preempted in favour of another client.
         first_share: Part of a step's rows for prompts that the running prompt with the smallest rank gets. The prompts
-            with fewest tokens left share the rest.
+            with fewest tokens left share the rest. Where prompts have deadlines, these decide about the part instead,
+            see ``keep_deadlines``.
     """
 
     fair: bool
@@ -87,13 +89,10 @@ class Policy(Protocol):
     def rank(self, group: Group) -> Rank:
         """Return the rank of a request. Requests with equal ranks go in order of arrival."""
 
-    def start_by(self, group: Group, now: float, token_s: float) -> float:
-        """Return the time after which a request that is still waiting counts as late: it goes behind all in time.
+    def due_s(self, group: Group) -> float:
+        """Return the seconds from the arrival of a request to the deadline of its first token; inf: it has none.
 
-        Args:
-            group: A request that has just arrived.
-            now: Current time in seconds, of the clock that ``Turn.plan`` uses.
-            token_s: Recent time per prompt token, in seconds; 0 if no prompt has run.
+        A request that waits when its prompt can hardly be computed in time any more goes behind all others.
         """
 
     def lane_policy(self, rows: int, attentions: int) -> LanePolicy | None:
@@ -104,6 +103,31 @@ class Policy(Protocol):
             rows: Rows of a step.
             attentions: Attentions of the model.
         """
+
+
+def keep_deadlines(prompts: Sequence[tuple[float, float]]) -> tuple[list[int], float]:
+    """Return the prompts that the shortest prompt must not delay, the earliest deadline first, and their share of the
+    time: the least with which they meet their deadlines, one after the other.
+
+    They are those with earlier deadlines than the shortest prompt, or all in time if it is late. As many prompts as
+    possible are in time if the longest is left out, and late, whenever those with the earliest deadlines need more time
+    than is left (Moore and Hodgson).
+
+    Args:
+        prompts: Seconds that each takes alone, and seconds that are left until its deadline.
+    """
+    kept, needed_s = list[int](), 0.0
+    for place in sorted(range(len(prompts)), key=lambda one: prompts[one][1]):
+        kept.append(place)
+        needed_s += prompts[place][0]
+        if needed_s > prompts[place][1]:
+            longest = max(kept, key=lambda one: prompts[one][0])
+            kept.remove(longest)
+            needed_s -= prompts[longest][0]
+    shortest = min(range(len(prompts)), key=lambda one: prompts[one][0])
+    ahead = kept[: kept.index(shortest)] if shortest in kept else kept
+    sums = itertools.accumulate(prompts[place][0] for place in ahead)
+    return ahead, max((each / prompts[place][1] for each, place in zip(sums, ahead, strict=True)), default=0.0)
 
 
 def rank_of(policy: Policy, group: Group) -> Rank:
@@ -120,7 +144,7 @@ class Fifo:
     def rank(self, group: Group) -> Rank:
         return ()
 
-    def start_by(self, group: Group, now: float, token_s: float) -> float:
+    def due_s(self, group: Group) -> float:
         return math.inf
 
     def lane_policy(self, rows: int, attentions: int) -> LanePolicy | None:
@@ -151,7 +175,13 @@ class Slo(Fifo):
     """Earliest deadline first, among requests that can still have their first token in time; late ones go last.
 
     Under overload, order of arrival would serve every request too late. With this policy, requests that are late
-    already let the others go first, and starve while requests that are in time fill the server.
+    already let the others go first, and starve while requests that are in time fill the server. Of the rows of a step,
+    prompts get as many in this order as their deadlines need, and the shortest prompts get the rest: a short prompt
+    overtakes the chunks of a long one that still has time.
+
+    Tokens have deadlines too: each is due ``Targets.tbt_s`` after the one before it. Sequences that decode are in every
+    step of their lane, so that their slack is the target less the time of a step without prompts, and ``Pace`` bounds
+    the chunks beside them by it, with every policy.
     """
 
     fair = False
@@ -160,8 +190,8 @@ class Slo(Fifo):
         """``ttft_s``: Target for the time to the first token, in seconds."""
         self._ttft_s = ttft_s
 
-    def start_by(self, group: Group, now: float, token_s: float) -> float:
-        return now + self._ttft_s - QUEUEING * group.prompt_length * token_s
+    def due_s(self, group: Group) -> float:
+        return self._ttft_s
 
 
 class LoongServe(Fifo):
@@ -214,9 +244,7 @@ def _made_by(point: importlib.metadata.EntryPoint, targets: Targets) -> Policy:
             f"policy {point.name!r} ({point.value}) fails: {type(error).__name__}: {error}; repair its package, or "
             "give another policy"
         ) from error
-    if missing := [
-        name for name in ("fair", "first_share", "rank", "start_by", "lane_policy") if not hasattr(made, name)
-    ]:
+    if missing := [name for name in ("fair", "first_share", "rank", "due_s", "lane_policy") if not hasattr(made, name)]:
         raise ConfigError(
             f"policy {point.name!r} ({point.value}) returns {type(made).__name__}, which lacks {', '.join(missing)}; "
             "see lamina.schedule.policy.Policy"
@@ -345,9 +373,15 @@ class RankedQueue:
         heapq.heappush(self._order, (self._keys[group], next(self._entries), group))
 
     def expire(self, now: float, token_s: float) -> None:
-        """Move requests that have become late behind all others. Arguments are those of ``Policy.start_by``."""
+        """Move requests that have become late behind all others.
+
+        Args:
+            now: Current time in seconds, of the clock that ``Turn.plan`` uses.
+            token_s: Recent time per prompt token, in seconds; 0 if no prompt has run.
+        """
         for group in self._arrived:
-            if group in self._keys and (start_by := self._policy.start_by(group, now, token_s)) < math.inf:
+            if group in self._keys and (due_s := self._policy.due_s(group)) < math.inf:
+                start_by = now + due_s - QUEUEING * group.prompt_length * token_s
                 heapq.heappush(self._deadlines, (start_by, next(self._entries), group))
         self._arrived.clear()
         while self._deadlines and self._deadlines[0][0] < now:

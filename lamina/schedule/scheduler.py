@@ -17,6 +17,7 @@ sequence continues on another memory worker (``lamina.schedule.growth``). Ranges
 import collections
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from lamina.control.messages import Computed
@@ -41,7 +42,7 @@ from lamina.schedule.lane import Lane, Planned, Remains, Residents, kept
 from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Moves
 from lamina.schedule.pace import LEARN, Pace
-from lamina.schedule.policy import FIFO, Policy, rank_of
+from lamina.schedule.policy import FIFO, HASTE, Policy, keep_deadlines, rank_of
 from lamina.schedule.prefix_times import PrefixTimes
 from lamina.schedule.recall import Recall
 from lamina.schedule.scratch import Rooms
@@ -102,6 +103,8 @@ class Scheduler:
         self._policy = policy
         self.lane_policy = policy.lane_policy(limits.max_num_batched_tokens, attentions)
         self._token_s = 0.0  # recent seconds per prompt token
+        self._now = 0.0  # seconds of the clock that ``Turn.plan`` uses
+        self._arrived: list[Group] = []  # requests submitted since the last ``set_time``
         self._lanes = [self._new_lane(number) for number in range(lanes)]
         self._ready = Readiness(lanes)
         self._deals_again = False  # once no step is in flight
@@ -135,11 +138,23 @@ class Scheduler:
 
     def _new_lane(self, number: int) -> Lane:
         policy = self._policy
-        prompts = PromptBatch(policy.first_share, None if policy.fair else functools.partial(rank_of, policy))
+        rank, lead = (None, None) if policy.fair else (functools.partial(rank_of, policy), self._lead)
+        prompts = PromptBatch(policy.first_share, rank, lead)
         allowance = self.limits.max_num_batched_tokens
         lane = Lane(self.placement.longest, number, allowance=allowance, prompts=prompts)
         self._assign_replica(lane)
         return lane
+
+    def _lead(self, owners: Mapping[Completion, Group]) -> tuple[Sequence[Completion], float]:
+        """Return the prompts of a lane to run in order, and their share of its rows, see ``Lead``."""
+        prompts = [*owners]
+        due = [group.arrived_s + self._policy.due_s(group) - self._now for group in owners.values()]
+        if not self._token_s or min(due) == math.inf:
+            return prompts[:1], self._policy.first_share
+        kept, share = keep_deadlines(
+            [(one.left * self._token_s, left_s) for one, left_s in zip(prompts, due, strict=True)]
+        )
+        return [prompts[place] for place in kept] or prompts[:1], min(1.0, HASTE * share)
 
     def _assign_replica(self, lane: Lane) -> None:
         """Set what a lane has from the replica that runs it."""
@@ -231,6 +246,7 @@ class Scheduler:
         heads, expand = (0, self._kv_heads), self.placement.expand
         group = Group(request, most, completions, next(self._arrivals), heads=heads, expand=expand)
         self._requests[request.request_id] = group
+        self._arrived.append(group)
         self._recall.claim(request, drawn)
         if self.disks.fetch_for(group):
             self._ready.wake()
@@ -397,6 +413,10 @@ class Scheduler:
 
     def set_time(self, now: float) -> None:
         """Move waiting requests that have become late to the end. ``now`` is in seconds of any monotonic clock."""
+        for group in self._arrived:
+            group.arrived_s = now
+        self._arrived.clear()
+        self._now = now
         self._admissions.expire(now, self._token_s)
         self._dealer.set_time(now)
 

@@ -1,6 +1,7 @@
 """Policies: the order in which requests are admitted, preempted and computed."""
 
 import importlib.metadata
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -12,8 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lamina.control.messages import StepDone
 from lamina.core.errors import ConfigError
+from lamina.core.pipeline import Pipeline
 from lamina.core.requests import Completion, Group
+from lamina.kv.placement import Placement
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.simulate import Arrivals, Deployment, State, simulate
 from lamina.schedule.growth import victims
@@ -30,8 +34,10 @@ from lamina.schedule.policy import (
     Slo,
     Targets,
     find_policy,
+    keep_deadlines,
     rank_of,
 )
+from lamina.schedule.turn import Turn
 from tests.support.clusters import Course
 from tests.support.lossy_clusters import LOSSES, Caching
 from tests.support.lossy_clusters import shared_prefix_requests as mixed
@@ -67,7 +73,7 @@ def test_a_ranked_queue_serves_the_smallest_rank_and_late_requests_last(
             now += number
             queue.expire(now, 0.5)
             for each in waiting:
-                start_by.setdefault(each, policy.start_by(each, now, 0.5))
+                start_by.setdefault(each, now + policy.due_s(each) - 2 * each.prompt_length * 0.5)
             late |= {each for each in waiting if start_by[each] < now}
         elif waiting and what in ("pop", "remove"):
             one = queue.first() if what == "pop" else waiting[number % len(waiting)]
@@ -205,10 +211,114 @@ def test_slo_misses_fewer_deadlines_than_fifo_where_bursts_overload() -> None:
     assert (slo > target_s).sum() < 0.8 * (fifo > target_s).sum()
 
 
+def in_order(prompts: Sequence[tuple[float, float]], share: float = 1.0) -> bool:
+    """Return whether prompts meet their deadlines one after the other, the earliest first, in a share of the time."""
+    ordered = sorted(prompts, key=lambda one: one[1])
+    ends = itertools.accumulate(needed_s / share for needed_s, _ in ordered)
+    return all(end <= left_s for end, (_, left_s) in zip(ends, ordered, strict=True))
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(-5, 40)), min_size=1, max_size=7))
+def test_the_shortest_prompt_delays_no_prompt_beyond_its_deadline(prompts: list[tuple[float, float]]) -> None:
+    ahead, share = keep_deadlines(prompts)
+    chosen = [prompts[place] for place in ahead]
+    assert chosen == sorted(chosen, key=lambda one: one[1])
+    if ahead:
+        assert share <= 1 and in_order(chosen, share * (1 + 1e-9)) and not in_order(chosen, share * (1 - 1e-6))
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(-5, 60)), min_size=1, max_size=6))
+def test_as_many_prompts_are_in_time_as_can_be_while_short_ones_overtake(prompts: list[tuple[int, int]]) -> None:
+    """Of every moment, those that must not be delayed get their share, and the shortest prompt gets the rest."""
+    moment_s, now = 0.125, 0.0
+    left, ends = {place: float(needed_s) for place, (needed_s, _) in enumerate(prompts)}, dict[int, float]()
+    while left:
+        places = [*left]
+        ahead, share = keep_deadlines([(left[place], prompts[place][1] - now) for place in places])
+        reserved, spent = share * moment_s, 0.0
+        for place in [places[one] for one in ahead]:
+            part = min(left[place], reserved - spent)
+            left[place] -= part
+            spent += part
+        for place in sorted(places, key=left.__getitem__):
+            part = min(left[place], moment_s - spent)
+            left[place] -= part
+            spent += part
+        now += moment_s
+        ends |= {place: now for place in places if left[place] < 1e-9}
+        left = {place: seconds for place, seconds in left.items() if place not in ends}
+    met = sum(end <= prompts[place][1] + len(prompts) * moment_s for place, end in ends.items())
+    subsets = (some for count in range(len(prompts) + 1) for some in itertools.combinations(prompts, count))
+    assert met >= max(len(some) for some in subsets if in_order(some))
+
+
+@pytest.mark.parametrize(
+    ("target_s", "share"), [(1000.0, 0.0), (10.0, 1.25 * 3.8 / 9.8), (8.2, 1.25 * 3.8 / 8.0), (5.5, 0.0)]
+)
+def test_a_long_prompt_gets_the_rows_that_its_deadline_needs_and_short_ones_the_others(
+    target_s: float, share: float
+) -> None:
+    """Each step takes 0.1 s; the long prompt has 38,000 tokens left, and 3.8 s of steps, when the short ones come.
+
+    In the last case, it would make them late and is left out.
+    """
+    turn = Turn(
+        Limits(8, 1000, 50_000),
+        Placement({"memory0": 100_000}),
+        Pipeline(1, 1),
+        attentions=1,
+        kv_heads=2,
+        policy=Slo(target_s),
+    )
+    turn.scheduler.submit(request("long", 41_000, max_tokens=1))
+    long, short = list[int](), list[int]()
+    for step in range(8):
+        if step == 2:
+            for number in range(4):
+                turn.scheduler.submit(request(str(number), 10_000, max_tokens=1))
+        for plan in list(turn.plan(step * 0.1)):
+            tokens = [len(chunk.tokens) for chunk in plan.chunks]
+            owners = turn.scheduler.owners
+            mine = sum(len(one.tokens) for one in plan.chunks if owners[one.sequence][0].request.request_id == "long")
+            long.append(mine)
+            short.append(sum(tokens) - mine)
+        done = min(turn.in_flight)
+        turn.complete(StepDone(done, [], rows=1000, busy_s=0.1))
+    assert set(map(sum, zip(long, short, strict=True))) == {1000}
+    assert sum(long[4:]) / sum(long[4:] + short[4:]) == pytest.approx(share, abs=0.02)
+
+
+def overtaking(policy: str, **settings: Any) -> tuple[float, np.ndarray]:
+    """Return the seconds to the first token of a prompt of 100,000 tokens, and of 40 of 4,000 that come after it."""
+    deployment = Deployment(
+        model=model_shapes.find("Llama-3-8B"),
+        compute=CATALOGUE["h100"],
+        compute_workers=1,
+        memory=CATALOGUE["h20"],
+        memory_workers=2,
+        lanes=1,
+    )
+    arrivals = Arrivals(
+        np.concatenate([[0.0], np.arange(1.0, 21.0, 0.5)]), np.array([100_000, *[4000] * 40]), np.array([8] * 41)
+    )
+    log = simulate(replace(deployment, policy=policy, **settings), arrivals).log
+    waits = np.asarray(log.first_s - arrivals.arrival_s)
+    return float(waits[0]), waits[1:]
+
+
+def test_short_prompts_overtake_a_long_one_that_keeps_its_deadline() -> None:
+    """Medha's mix of long and short prompts, by their slack."""
+    target_s = 1.3 * overtaking("priority")[0]
+    long, short = overtaking("slo", slo_ttft_ms=int(target_s * 1e3))
+    behind, beside = overtaking("priority")[1].mean(), overtaking("fifo")[1].mean()
+    assert long <= target_s
+    assert short.mean() < 0.1 * beside and beside < behind
+
+
 def test_policies_are_found_by_name_or_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(find_policy("fifo"), type(FIFO)) and all(find_policy(name, 1000) for name in POLICIES)
-    assert find_policy("slo", 2000).start_by(group(0, 10), 5.0, 0.1) == 5.0 + 2.0 - 2 * 10 * 0.1
-    assert find_policy("priority").start_by(group(0), 5.0, 0.1) == math.inf
+    assert find_policy("slo", 2000).due_s(group(0, 10)) == 2.0
+    assert find_policy("priority").due_s(group(0)) == math.inf
     with pytest.raises(ConfigError, match="slo_ttft_ms"):
         find_policy("slo")
     with pytest.raises(ConfigError, match="give one of fifo, shortest, priority, slo, loongserve"):
@@ -226,7 +336,7 @@ def test_policies_are_found_by_name_or_entry_point(monkeypatch: pytest.MonkeyPat
         ("tests.schedule.test_policy:without_targets", "fails: TypeError"),
         (
             "tests.schedule.test_policy:incomplete",
-            "returns object, which lacks fair, first_share, rank, start_by, lane_",
+            "returns object, which lacks fair, first_share, rank, due_s, lane_",
         ),
     ],
 )
