@@ -7,7 +7,11 @@ from hypothesis import strategies as st
 from lamina.cluster.degrees import parse_computes, shapes
 from lamina.cluster.pool import (
     GPUS,
+    LOCAL,
     MAX_COUNT,
+    PLANNED,
+    REMOTE,
+    RUNNABLE,
     Assigned,
     Devices,
     PoolEntry,
@@ -41,7 +45,7 @@ def test_any_text_is_a_pool_or_a_config_error(text: str) -> None:
     except ConfigError:
         return
     assert pool == parse(",".join(map(str, pool)))
-    assert all(entry.kind in [*KINDS, "local"] and 1 <= entry.count <= MAX_COUNT for entry in pool)
+    assert all(entry.kind in [*RUNNABLE, *PLANNED, LOCAL, REMOTE] and 1 <= entry.count <= MAX_COUNT for entry in pool)
 
 
 def test_a_count_left_out_is_one() -> None:
