@@ -1,6 +1,7 @@
 """Starts an engine together with its workers."""
 
 import dataclasses
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ import msgspec
 from lamina.cluster import locality, pool, sizing
 from lamina.cluster.conversations import START_TIMEOUT_S, Launcher, OnProgress, Workers
 from lamina.cluster.degrees import parse_computes
+from lamina.cluster.idle_settings import idle_settings
 from lamina.cluster.local_workers import LocalWorkers, SupervisedWorkers
 from lamina.cluster.pool import CUDA, LOCAL, REMOTE, Assigned, find_devices
 from lamina.cluster.refusals import require_allowed
@@ -38,6 +40,8 @@ if TYPE_CHECKING:  # imported while the workers start, which takes longer
     from lamina.cluster.bringup import Cluster
     from lamina.engine.engine import Engine
     from lamina.engine.timelines import OnTrace
+
+log = logging.getLogger(__name__)
 
 REMOTE_TIMEOUT_S = 1800.0  # time in which people start the workers of other machines
 
@@ -255,7 +259,10 @@ def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
             or bounds.get("memory", (0, 0))[0] > 0
         )
         memory = pool.memory_pool(config.memory, compute, apart)
-    require_allowed(config, pool.kinds(compute), pool.kinds(memory))
+    kinds = pool.kinds(compute), pool.kinds(memory)
+    require_allowed(config, *kinds)
+    for idle in idle_settings(config, *kinds):
+        log.warning("%s", idle)
     return memory
 
 
@@ -273,7 +280,9 @@ def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools
     if config.listen is None and any(entry.kind == REMOTE for each in entries.values() for entry in each):
         raise ConfigError("remote workers join from other machines: give listen, the address that they connect to")
     here = {role: tuple(entry for entry in each if entry.kind != REMOTE) for role, each in entries.items()}
-    assigned = pool.assign_pools(here, find_devices())
+    prompts = () if config.prefill is None else pool.parse(config.prefill)
+    prefills = sum(entry.kind != REMOTE for entry in prompts)
+    assigned = pool.assign_pools(here, find_devices(), prefills)
     pools: dict[Role, dict[str, Assigned]] = {}
     for role, each in entries.items():
         own = iter(assigned[role])
@@ -325,8 +334,6 @@ def join_ray(config: EngineConfig) -> tuple[str, dict[str, str]]:
 
 def _where(config: EngineConfig, host: str) -> Where:
     if config.ray is not None:
-        if config.listen is not None:
-            raise ConfigError("ray places all workers: leave out listen, or ray")
         own, _ = join_ray(config)
         return Where(own, config.advertise or own, 0)
     if config.listen is None:

@@ -242,18 +242,25 @@ def kinds(pool: tuple[PoolEntry, ...]) -> list[str]:
     return [entry.kind for entry in pool for _ in range(entry.count)]
 
 
-def assign_pools(pools: Mapping[Role, tuple[PoolEntry, ...]], devices: Devices) -> dict[Role, tuple[Assigned, ...]]:
-    """Assign devices to both pools, which share a GPU only if there are too few."""
+def assign_pools(
+    pools: Mapping[Role, tuple[PoolEntry, ...]], devices: Devices, prefills: int = 0
+) -> dict[Role, tuple[Assigned, ...]]:
+    """Assign devices to both pools, which share a GPU only if there are too few. ``prefills``: see ``assign``."""
     assigned: dict[Role, tuple[Assigned, ...]] = {}
     taken: list[str] = []
     for role in sorted(pools, key=lambda role: any(entry.kind == CUDA for entry in pools[role])):
-        assigned[role] = assign(role, pools[role], devices, taken)
+        assigned[role] = assign(role, pools[role], devices, taken, prefills=prefills if role == "compute" else 0)
         taken += [worker.device for worker in assigned[role]]
     return assigned
 
 
 def assign(
-    role: Role, pool: tuple[PoolEntry, ...], devices: Devices, taken: Collection[str] = (), remedy: str = ""
+    role: Role,
+    pool: tuple[PoolEntry, ...],
+    devices: Devices,
+    taken: Collection[str] = (),
+    remedy: str = "",
+    prefills: int = 0,
 ) -> tuple[Assigned, ...]:
     """Return a device of this machine for each worker of a pool, a GPU for one worker only. ``local`` has no worker.
 
@@ -263,16 +270,18 @@ def assign(
         devices: Devices of this machine.
         taken: Devices of the other pool, used only if no other is left.
         remedy: What the error says to do; by default, to give a pool that works.
+        prefills: Number of entries, the first ones, that are of the prefill pool.
 
     Raises:
         ConfigError: The machine lacks a device. The error names its devices.
     """
-    remedy = remedy or f"Use --{role} cpu:{2 if role == 'memory' else 1}"
+    own = remedy or f"Use --{role} cpu:{2 if role == 'memory' else 1}"
     assigned: dict[int, list[Assigned]] = {}
     prefix = EMULATED if devices.emulated else CUDA
     named = [(f"{prefix}:{index}", name) for index, name in enumerate(devices.gpus)]
     free = dict(sorted(named, key=lambda gpu: gpu[0] in taken))
     for place, entry in sorted(enumerate(pool), key=lambda one: one[1].kind == CUDA):  # any GPU is what others left
+        remedy = own if place >= prefills else "Use --prefill cpu:1, or leave it out"
         if entry.kind == LOCAL:
             if role == "compute":
                 raise ConfigError(f"local is memory of the compute workers; it cannot compute. {remedy}")

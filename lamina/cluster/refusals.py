@@ -10,8 +10,9 @@ from lamina.cluster.degrees import Replicas, replicas, shapes
 from lamina.cluster.pool import CPU, LOCAL, RUNNABLE, parse_bounds, size
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
-from lamina.core.pipeline import Shape
-from lamina.core.topology import COMPUTE_POOLS, Pool
+from lamina.core.pipeline import Pipeline, Shape
+from lamina.core.topology import COMPUTE_POOLS, Pool, Role
+from lamina.schedule.limits import Limits
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,13 @@ class Refusal:
 
 def require_allowed(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> None:
     """Raise ConfigError for the first refusal of ``refusals``."""
-    if found := next(refusals(config, computes, memories), None):
-        raise ConfigError(str(found))
+    require_none(refusals(config, computes, memories))
+
+
+def require_none(found: Iterator[Refusal]) -> None:
+    """Raise ConfigError for the first of these refusals."""
+    for refusal in found:
+        raise ConfigError(str(refusal))
 
 
 def refusals(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> Iterator[Refusal]:
@@ -51,7 +57,9 @@ def refusals(config: EngineConfig, computes: Sequence[str], memories: Sequence[s
     yield from _of_lanes(config, len(computes))
     yield from _of_placement(config)
     yield from _of_memory(config, computes, memories)
-    yield from refusals_of_prompt_attention(config, len(computes), memories)
+    yield from _of_targets(config)
+    yield from _of_prompt_attention(config, len(computes), memories)
+    yield from _of_machines(config)
     if config.quantization == "fp8" and CPU in computes:
         yield Refusal(
             f"quantization fp8 and compute {CPU}",
@@ -201,6 +209,20 @@ def _of_placement(config: EngineConfig) -> Iterator[Refusal]:
         )
 
 
+def _of_targets(config: EngineConfig) -> Iterator[Refusal]:
+    if config.policy == "slo" and config.slo_ttft_ms is None:
+        yield Refusal(
+            "policy slo without slo_ttft_ms", "this policy orders requests by their deadlines", "give slo_ttft_ms"
+        )
+    unaware = config.policy in ("fifo", "shortest", "priority", "loongserve") and "prefill" not in _bounds(config)
+    if config.slo_ttft_ms is not None and unaware:
+        yield Refusal(
+            f"slo_ttft_ms {config.slo_ttft_ms} and policy {config.policy}",
+            "this policy does not consider deadlines, so the target would have no effect",
+            "give policy slo, or autoscale prefill=1:2, or leave out slo_ttft_ms",
+        )
+
+
 def _of_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> Iterator[Refusal]:
     local, only_local = LOCAL in memories, set(memories) == {LOCAL}
     if local:
@@ -225,8 +247,7 @@ def _of_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence
         )
 
 
-def refusals_of_prompt_attention(config: EngineConfig, computes: int, memories: Sequence[str]) -> Iterator[Refusal]:
-    """Yield the ``refusals`` that concern ``prompt_attention``. ``computes``: Number of compute workers."""
+def _of_prompt_attention(config: EngineConfig, computes: int, memories: Sequence[str]) -> Iterator[Refusal]:
     if config.prompt_attention != "compute":
         return
     if set(memories) == {LOCAL} and not size(config.prefill):
@@ -242,6 +263,24 @@ def refusals_of_prompt_attention(config: EngineConfig, computes: int, memories: 
             f"lanes rotate over {count} replicas, and a copy of a prompt's KV is on one",
             "leave out pipelining, or prompt_attention",
         )
+
+
+def _of_machines(config: EngineConfig) -> Iterator[Refusal]:
+    if config.advertise is not None and config.listen is None and config.ray is None:
+        yield Refusal(
+            f"advertise {config.advertise} without listen",
+            "no worker of another machine connects to this one",
+            "give listen, or leave out advertise",
+        )
+    if config.ray is not None and config.listen is not None:
+        yield Refusal(f"listen {config.listen} and ray {config.ray}", "Ray places and starts all workers")
+    for name in ("compute_cores", "memory_cores"):
+        if config.ray is not None and (cores := getattr(config, name)) is not None:
+            yield Refusal(
+                f"{name} {cores} and ray {config.ray}",
+                "these are cores of this machine, and Ray places workers on any",
+                f"leave out {name}; threads sets the cores that each worker gets",
+            )
 
 
 KEEP_ROLE = (
@@ -303,4 +342,59 @@ def _of_ranks_on_gpus(config: EngineConfig, given: str, memories: Sequence[str],
     if config.kv_tokens_per_worker is not None:
         yield Refusal(
             f"{what} and kv_tokens_per_worker {config.kv_tokens_per_worker}", stays, "leave out kv_tokens_per_worker"
+        )
+
+
+def refusals_of_roles(config: EngineConfig, pipeline: Pipeline, limits: Limits, local: bool) -> Iterator[Refusal]:
+    """Yield what keeps a running cluster from having a prefill pool. ``local``: whether compute workers hold KV."""
+    if local and not pipeline.spreads:
+        yield Refusal(
+            "a prefill pool and local memory",
+            KEEP_ROLE,
+            "start with only memory workers, such as --memory cpu:1, to scale prefill",
+        )
+    if config.pipelining == "rotational":
+        yield Refusal(
+            "a prefill pool and pipelining rotational",
+            "rotating lanes visit all replicas, so none can be kept for prompts",
+            "start without --pipelining rotational to scale prefill",
+        )
+    if not pipeline.interchangeable and limits.max_sequences > limits.max_num_batched_tokens:
+        yield Refusal(
+            f"a prefill pool and {limits.max_sequences} sequences that may decode at once",
+            f"one step has at most {limits.max_num_batched_tokens}, too few for a replica that only decodes",
+            f"start with --max-num-seqs {limits.max_num_batched_tokens} at most to scale prefill",
+        )
+
+
+def refusals_of_growth(pipeline: Pipeline, role: Role, kind: str, replicas: int, slices: int) -> Iterator[Refusal]:
+    """Yield what keeps workers from joining a running cluster.
+
+    Args:
+        pipeline: The pipeline at the start.
+        role: Role of the workers.
+        kind: Their kind.
+        replicas: Number of replicas that there would be.
+        slices: Number of slices of the model.
+    """
+    if role == "memory":
+        if pipeline.one_way:
+            yield Refusal(
+                "memory workers beside local memory of tensor-parallel replicas on GPUs, and prefill",
+                "the KV of a request stays on one replica that decodes, and uses no memory workers",
+                "let compute workers join",
+            )
+        return
+    if pipeline.spreads and pipeline.most_ranks > 1 and kind != CPU:
+        yield Refusal(
+            f"tensor-parallel replicas on {kind} and local memory of several replicas",
+            "such replicas serve no requests while their ranks wait for each other, and the replicas here attend for "
+            "each other",
+            f"let replicas of {CPU} join",
+        )
+    if pipeline.rotates and replicas > slices:
+        yield Refusal(
+            f"pipelining rotational and {replicas} replicas",
+            f"the model has {slices} slices, too few for {replicas} replicas to take turns in every step",
+            f"have at most {slices} replicas, or start with --pipelining fixed",
         )

@@ -178,7 +178,10 @@ class EngineConfig:
     slo_ttft_ms: Annotated[
         int | None,
         _scheduling(
-            "Target for the time to the first token. policy slo orders requests by it.", unit="milliseconds", ge=1
+            "Target for the time to the first token. policy slo orders requests by it, and autoscale changes the roles "
+            "of replicas by it.",
+            unit="milliseconds",
+            ge=1,
         ),
     ] = None
     prompt_attention: Annotated[

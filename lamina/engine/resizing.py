@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lamina.cluster.joining import Fabric
-from lamina.cluster.pool import CPU, Kinds, PoolChange
-from lamina.cluster.refusals import KEEP_ROLE
+from lamina.cluster.pool import Kinds, PoolChange
+from lamina.cluster.refusals import refusals_of_growth, refusals_of_roles, require_none
 from lamina.core.errors import ConfigError
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import COMPUTE_POOLS, Pool, Topology, role_of
@@ -119,20 +119,9 @@ class ResizePlanner:
 
     def require_roles(self) -> None:
         """Raise ConfigError if this cluster cannot have a prefill pool."""
-        pipeline, limits, config = self.pipeline, self.fabric.plan.limits, self.fabric.plan.config
-        if self.fabric.plan.compute_setup.local and not pipeline.spreads:  # also while all replicas are lost
-            raise ConfigError(f"{KEEP_ROLE}; start with only memory workers, such as --memory cpu:1, to scale prefill")
-        if config.pipelining == "rotational":
-            raise ConfigError(
-                "rotating lanes visit all replicas, so none can be kept for prompts; start without --pipelining "
-                "rotational to scale prefill"
-            )
-        if not pipeline.interchangeable and limits.max_sequences > limits.max_num_batched_tokens:
-            raise ConfigError(
-                f"{limits.max_sequences} sequences may decode at once, and one step has at most "
-                f"{limits.max_num_batched_tokens}: a replica that only decodes has no room for them. Start with "
-                f"--max-num-seqs {limits.max_num_batched_tokens} at most to scale prefill"
-            )
+        plan = self.fabric.plan
+        local = plan.compute_setup.local  # also while all replicas are lost
+        require_none(refusals_of_roles(plan.config, self.pipeline, plan.limits, local))
 
     def require_least(self, pool: Pool, size: int) -> None:
         """Raise ConfigError if a pool is to have too few workers to serve, also while all of them are lost."""
@@ -160,22 +149,9 @@ class ResizePlanner:
         coming = sum(workers for one, workers in self.coming.items() if role_of(one) == role)
         same = sum(member.role == role and member.kind == kind for member in self.topology.members)
         self.fabric.launcher.validate_pool(role, kind, same + coming + count)
-        if role == "memory":
-            if self.pipeline.one_way:
-                raise ConfigError("the KV of a request stays on one replica that decodes, and uses no memory workers")
-            return
-        if self.pipeline.spreads and self.pipeline.most_ranks > 1 and kind != CPU:
-            raise ConfigError(
-                "tensor-parallel replicas on GPUs serve no requests while their ranks wait for each other, and the "
-                f"replicas here attend for each other; let replicas of {CPU} join"
-            )
         replicas = (len(self.topology.computes) + coming + count) // self.pipeline.shape.workers
         slices = len(self.fabric.memory_setup.attentions) + 1
-        if self.pipeline.rotates and replicas > slices:
-            raise ConfigError(
-                f"the model has {slices} slices, too few for {replicas} replicas to take turns in every step; "
-                f"have at most {slices} replicas, or start with --pipelining fixed"
-            )
+        require_none(refusals_of_growth(self.pipeline, role, kind, replicas, slices))
 
     def _check_links(self, growth: int) -> None:
         """Raise ConfigError if a memory worker's arena has too little room for links to all workers that the pools

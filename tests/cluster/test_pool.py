@@ -31,6 +31,15 @@ KINDS = ["cpu", *GPUS]
 NO_GPU = Devices(cores=2, ram_bytes=23 * 2**30)
 
 
+@pytest.mark.parametrize("kind", ["local", "a100:1", "cpu:1000", "epyc:1"])
+def test_an_error_names_the_pool_that_asks_for_what_is_missing(kind: str) -> None:
+    """The prefill pool's entries come before those of the compute pool."""
+    with pytest.raises(ConfigError, match="Use --prefill cpu:1, or leave it out"):
+        assign("compute", (*parse(kind), *parse("cpu:1")), NO_GPU, prefills=1)
+    with pytest.raises(ConfigError, match="Use --compute cpu:1"):
+        assign("compute", (*parse("cpu:1"), *parse(kind)), NO_GPU, prefills=1)
+
+
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(1, MAX_COUNT)), min_size=1, unique_by=lambda e: e[0]))
 def test_every_pool_survives_being_written_and_read(entries: list[tuple[str, int]]) -> None:
     pool = tuple(PoolEntry(kind, count) for kind, count in entries)

@@ -162,6 +162,17 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
             "lanes rotate over 2 replicas, and a copy of a prompt's KV is on one; leave out pipelining",
         ),
         ({"polling": "device"}, ["cpu"], ["cpu"], "only GPUs can poll for messages"),
+        ({"policy": "slo"}, ["cpu"], ["cpu"], "orders requests by their deadlines; give slo_ttft_ms"),
+        ({"slo_ttft_ms": 500}, ["cpu"], ["cpu"], "slo_ttft_ms 500 and policy fifo: .*no effect; give policy slo"),
+        ({"slo_ttft_ms": 500, "policy": "loongserve"}, ["cpu"], ["cpu"], "slo_ttft_ms 500 and policy loongserve"),
+        ({"advertise": "10.0.0.1"}, ["cpu"], ["cpu"], "advertise 10.0.0.1 without listen: .*give listen, or leave out"),
+        ({"ray": "auto", "listen": "10.0.0.1:7070"}, ["cpu"], ["cpu"], "Ray places and starts all workers; leave out"),
+        (
+            {"ray": "auto", "memory_cores": "0-3"},
+            ["cpu"],
+            ["cpu"],
+            "memory_cores 0-3 and ray auto: .*Ray places worke",
+        ),
         ({"autoscale": "memory=0:2"}, ["cpu"], ["cpu"], "one memory worker must stay"),
     ],
 )

@@ -108,7 +108,7 @@ def _is_allowed(made: Layout) -> bool:
 
 def _loongserve(made: Layout, chance: random.Random) -> Layout:
     """Return a cluster with a policy that moves requests between lanes."""
-    return dataclasses.replace(made, config=dataclasses.replace(made.config, policy="loongserve"))
+    return dataclasses.replace(made, config=dataclasses.replace(made.config, policy="loongserve", slo_ttft_ms=None))
 
 
 def _one_way(made: Layout, chance: random.Random) -> Layout:
@@ -371,4 +371,6 @@ def _layout(chance: random.Random) -> Layout:
     pace = Pace(chance.choice([0.02, 0.5]), chance.choice([5e-4, 2e-3, 2e-3, 1e-2]))
     knobs = {place: chance.choice(values) for place, values in KNOBS.items()}
     config = dataclasses.replace(config, prompt_attention=chance.choice(["memory", "auto", "compute", "compute"]))
+    if config.policy != "slo":
+        config = dataclasses.replace(config, slo_ttft_ms=None)
     return Layout(computes, memories, local, config, jitter, pace, knobs)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.cluster.pool import CPU, LOCAL
-from lamina.cluster.refusals import refusals_of_prompt_attention
+from lamina.cluster.refusals import require_allowed
 from lamina.cluster.sizing import uses_scratch
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
@@ -171,21 +171,6 @@ class Deployment:
             raise ConfigError(
                 f"local memory beside {self.memory_workers} memory workers is not simulated; give one of them"
             )
-        if self.prefill is not None and self.pipelining == "rotational":
-            raise ConfigError("workers for prompts alone need lanes in fixed order; leave out rotational pipelining")
-        if self.prefill_bounds is not None:
-            self._require_roles(*self.prefill_bounds)
-        if self.local and self.pipelining == "rotational":
-            raise ConfigError(
-                "with local memory, a lane stays on the copy of the weights that has the KV of its requests; leave "
-                "out rotational pipelining"
-            )
-        if self.pipeline_parallel > 1 and self.local and self.prefill is not None:
-            raise ConfigError(
-                f"local memory, {self.pipeline_parallel} stages and workers for prompts alone: stages attend to the "
-                "memory of their own copy of the weights, so that a request decodes where its prompt runs; give "
-                "--memory KIND:COUNT"
-            )
         for workers in (self.compute_workers, self.prefill_workers):
             if workers % self.group:
                 raise ConfigError(
@@ -197,23 +182,6 @@ class Deployment:
                 f"tensor parallelism of {self.tensor_parallel} does not divide the {self.model.kv_heads} key/value "
                 f"heads of {self.model.name}; give a degree that does"
             )
-
-    def _require_roles(self, least: int, most: int) -> None:
-        """Raise ConfigError unless replicas can change their role so that ``least`` to ``most`` workers run prompts."""
-        given, workers = f"autoscale prefill={least}:{most}", self.compute_workers + self.prefill_workers
-        if self.slo_ttft_ms is None or self.slo_tbt_ms is None:
-            raise ConfigError(f"{given} changes roles when a target is missed; give --slo-ttft-ms and --slo-tbt-ms")
-        if self.local or self.pipelining == "rotational":
-            raise ConfigError(
-                f"{given} needs KV in memory workers and lanes in fixed order; give --memory KIND:COUNT and leave out "
-                "rotational pipelining"
-            )
-        if self.prefill not in (None, self.compute):
-            raise ConfigError(f"{given} changes the roles of workers; give --prefill and --compute the same kind")
-        if least % self.group or most % self.group:
-            raise ConfigError(f"{given}: a copy of the weights has {self.group} workers; give multiples")
-        if not 1 <= least <= most or least >= workers:
-            raise ConfigError(f"{given} with {workers} workers; give 1 at least, and leave some to decode")
 
     @property
     def group(self) -> int:
@@ -323,6 +291,34 @@ class Deployment:
             )
 
 
+def require_simulated(deployment: Deployment) -> None:
+    """Raise ConfigError if the runtime refuses a deployment's settings, or the simulator has no model of them."""
+    bounds, own = deployment.prefill_bounds, deployment
+    if bounds is not None and (own.local or own.prefill not in (None, own.compute)):
+        raise ConfigError(
+            "changing roles are simulated only with KV in memory workers, and one kind of compute workers; give "
+            "--memory KIND:COUNT, and --prefill and --compute the same kind"
+        )
+    config = EngineConfig(
+        prefill=None if own.prefill is None else f"{own.prefill.kind}:{own.prefill_workers}",
+        tensor_parallel=own.tensor_parallel,
+        pipeline_parallel=own.pipeline_parallel,
+        lanes=own.lanes,
+        pipelining=own.pipelining,
+        slo_tbt_ms=own.slo_tbt_ms,
+        slo_ttft_ms=own.slo_ttft_ms,
+        policy=own.policy,
+        kv_tokens_per_worker=own.kv_tokens_per_worker,
+        prompt_attention=own.prompt_attention,
+        balance=own.balance,
+        autoscale=None if bounds is None else f"prefill={bounds[0]}:{bounds[1]}",
+    )
+    pools = [(own.prefill, own.prefill_workers), (own.compute, own.compute_workers)]
+    computes = [pool.kind for pool, count in pools if pool is not None for _ in range(count)]
+    memories = [LOCAL] if own.local else [] if own.memory is None else [own.memory.kind] * own.memory_workers
+    require_allowed(config, computes, memories)
+
+
 def holders_of(deployment: Deployment) -> list[Deployment]:
     """Return the deployment that holds each replica's weights and local KV. Raises ConfigError if they do not fit."""
     deployment.require_weights(deployment.compute_cost)
@@ -359,13 +355,9 @@ def scratch_of(
         deployment: The pools.
         holders: By replica, the deployment whose compute pool it is in.
         longest: Tokens of the longest request.
-
-    Raises ConfigError for attention of prompts on compute workers where that has no effect.
     """
     local, memory = deployment.local, deployment.memory
     memories = [] if memory is None else [memory.kind] * deployment.memory_workers
-    if refused := next(refusals_of_prompt_attention(config, len(holders), memories or [LOCAL]), None):
-        raise ConfigError(str(refused))
     computes = {f"compute{index}": one.compute.kind for index, one in enumerate(holders)}
     named = {f"memory{index}": kind for index, kind in enumerate(memories)}
     if not uses_scratch(config, pipeline, {"compute": computes, "memory": named}):

@@ -20,7 +20,7 @@ from lamina.cluster import sizing
 from lamina.cluster.pool import CPU
 from lamina.control.messages import StepDone
 from lamina.control.timeline import Span
-from lamina.core.errors import ConfigError, RequestError
+from lamina.core.errors import RequestError
 from lamina.core.pipeline import Pipeline
 from lamina.core.sampling import SamplingParams
 from lamina.core.segments import grown, moved
@@ -37,6 +37,7 @@ from lamina.planning.simulate.scenario import (
     Ints,
     config_of,
     holders_of,
+    require_simulated,
     scratch_of,
     stage_starts,
 )
@@ -61,6 +62,7 @@ class Simulation:
         self._shares = deployment.prefix_cache and len(arrivals.contents) > 0
         self._arrival_s: list[float] = arrivals.arrival_s.tolist()
         self._faults = sorted(faults, key=lambda fault: fault.at_s)
+        require_simulated(deployment)
         self._holders = holders_of(deployment)
         self._lent = Lent()
         self._model, self._prompts_model = (self._model_of(each) for each in (deployment, self._holders[0]))
@@ -103,10 +105,7 @@ class Simulation:
 
     def _make_pipeline(self, replicas: int) -> Pipeline:
         local, stages = self._deployment.local, self._deployment.pipeline_parallel
-        try:
-            pipeline = sizing.pipeline(self._config, replicas * stages, shared=local, local=local)
-        except ValueError as error:  # too few lanes for the replicas
-            raise ConfigError(str(error)) from error
+        pipeline = sizing.pipeline(self._config, replicas * stages, shared=local, local=local)
         starts = stage_starts(self._deployment.model, stages) if stages > 1 else ()
         shape = replace(pipeline.shape, starts=starts)
         return replace(pipeline, lends=self._deployment.lends, one_way=self._deployment.one_way, shape=shape)

@@ -140,7 +140,8 @@ def of_roles(prefill: int, **changes: Any) -> Deployment:
     """Return four A100, of which so many only run prompts at first, and two A100 with KV."""
     a100 = CATALOGUE["a100"]
     apart: dict[str, Any] = {"prefill": a100, "prefill_workers": prefill} if prefill else {}
-    changes = {"slo_ttft_ms": 1000, "slo_tbt_ms": 60, **apart, **changes}
+    target: dict[str, Any] = {"slo_ttft_ms": 1000} if "prefill_bounds" in changes else {}
+    changes = {"slo_tbt_ms": 60, **target, **apart, **changes}
     return Deployment(model=LLAMA, compute=a100, memory=a100, compute_workers=4 - prefill, memory_workers=2, **changes)
 
 
@@ -157,8 +158,8 @@ def test_replicas_that_decode_run_prompts_once_first_tokens_come_too_late(prefil
 
 def test_replicas_that_run_prompts_decode_once_tokens_come_too_slowly() -> None:
     arrivals = Arrivals(np.arange(250) / 20, np.full(250, 60), np.full(250, 150))
-    slow = of_roles(3, slo_tbt_ms=15)
-    fixed, result = simulate(slow, arrivals), simulate(replace(slow, prefill_bounds=(1, 3)), arrivals)
+    fixed = simulate(of_roles(3, slo_tbt_ms=15), arrivals)
+    result = simulate(of_roles(3, slo_tbt_ms=15, prefill_bounds=(1, 3)), arrivals)
     assert result.log.count(State.FINISHED) == 250 and 1 <= result.role_changes <= 2
     assert result.tbt_s.p50 < fixed.tbt_s.p50 and result.ttft_s.p99 < 1.0
 
@@ -166,28 +167,28 @@ def test_replicas_that_run_prompts_decode_once_tokens_come_too_slowly() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"slo_ttft_ms": None}, "give --slo-ttft-ms and --slo-tbt-ms"),
-        ({"pipelining": "rotational"}, "lanes in fixed order"),
+        ({"slo_ttft_ms": None}, "without slo_ttft_ms and slo_tbt_ms"),
+        ({"pipelining": "rotational"}, "none can be kept for prompts; leave out pipelining"),
         ({"prefill": CATALOGUE["h100"], "prefill_workers": 1}, "the same kind"),
         ({"tensor_parallel": 2}, "give multiples"),
-        ({"prefill_bounds": (4, 4)}, "leave some to decode"),
+        ({"prefill_bounds": (4, 4)}, "at least one must always decode"),
     ],
 )
 def test_roles_that_cannot_change_are_an_error(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        replace(of_roles(0, prefill_bounds=(1, 3)), **changes)
+        simulate(replace(of_roles(0, prefill_bounds=(1, 3)), **changes), mixed(2))
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"prefill_workers": 3, "tensor_parallel": 2, "compute_workers": 2},
-        {"prefill_workers": 1, "pipelining": "rotational"},
+        {"prefill_workers": 1, "pipelining": "rotational", "lanes": 3},
     ],
 )
 def test_workers_for_prompts_that_cannot_be_are_an_error(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"multiple|workers for prompts alone"):
-        replace(pools(), prefill=CATALOGUE["h100"], **changes)
+    with pytest.raises(ConfigError, match=r"multiple|none can be kept for prompts"):
+        simulate(replace(pools(), prefill=CATALOGUE["h100"], **changes), mixed(2))
 
 
 def test_a_long_prompt_runs_in_chunks_whose_prefix_the_memory_worker_attends_to() -> None:
@@ -526,7 +527,7 @@ def test_kv_travels_before_a_disaggregated_request_decodes() -> None:
         (System.LAMINA, alone(), [], "two pools"),
         (System.TENSOR_PARALLEL, pools(), [], "one pool"),
         (System.LAMINA, pools(), [Fault("memory", 1, 1.0)], "the pool has 1, counted from 0"),
-        (System.LAMINA, pools(lanes=1, compute_workers=2), [], "1 lanes cannot keep 2 replicas"),
+        (System.LAMINA, pools(lanes=1, compute_workers=2), [], "lanes 1 with 2 replicas: a lane runs on one replica"),
         (System.DISAGGREGATED, pools(compute_workers=2, tensor_parallel=2, memory_workers=3), [], "do not divide"),
     ],
 )
