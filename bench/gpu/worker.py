@@ -118,7 +118,7 @@ class Cluster:
         self._hear(Connected)
         self._wait = self._links.close_unused_endpoints()
         fetcher = Fetcher(self._links.fetch, self._links.arena, self._links.plan)
-        self._mail = Mail(self._links.hub, {MEMORY: self._links.channel(MEMORY)}, fetcher, 1)
+        self._mail = Mail(self._links.hub, {MEMORY: self._links.channel(MEMORY)}, fetcher)
         nbytes = batch * (self._per_token + self._spec.query_bytes_per_token(DTYPE))
         random = np.random.default_rng(0)
         self._request = (random.standard_normal(nbytes // 2, np.float32).view(np.uint32) >> 16).astype(np.uint16)

@@ -96,7 +96,6 @@ class Case:
             self.compute.hub,
             self.compute.channels,
             Fetcher(_fetch_nothing, self.compute.arena, sizes.compute_arena(1, workers)),
-            1,
         )
         self.rows = rows
         self.segments = {

@@ -90,7 +90,7 @@ class Cluster:
         self._pipe.recv()
         self._wait = self._links.close_unused_endpoints()
         fetcher = Fetcher(self._links.fetch, self._links.arena, self._links.plan)
-        self._mail = Mail(self._links.hub, {MEMORY: self._links.channel(MEMORY)}, fetcher, 2)
+        self._mail = Mail(self._links.hub, {MEMORY: self._links.channel(MEMORY)}, fetcher)
         self._turns, self._starts, self._steps = [0, 0], [0] * (DECODING + 1), 0
         random = np.random.default_rng(0)
         self._values = (

@@ -121,9 +121,12 @@ class Lanes:
         return {peer: None for lane in lanes for peer in self._mail.missing[lane.number]}
 
     def receive_messages(self, peers: Collection[str], timeout_s: float, besides: Sequence[Target] = ()) -> Lane | None:
-        """Wait for messages or a doorbell of ``besides``; return the lane of the last message. Raises DeadlineError."""
+        """Wait for messages or a doorbell of ``besides``; return the lane of the last message. Raises DeadlineError.
+
+        Messages of lanes that this worker does not know yet only arrive.
+        """
         received = self._mail.receive(self._wait, peers, timeout_s, besides)
-        lanes = [self._all[number] for number in dict.fromkeys(received)]
+        lanes = [self._all[number] for number in dict.fromkeys(received) if number < len(self._all)]
         for lane in lanes:
             if lane.steps and not self._mail.missing[lane.number] and not lane.steps[0].is_pending:
                 self.note_wait(lane)

@@ -49,7 +49,6 @@ class Mail:
         hub: Hub,
         channels: Mapping[str, Channel],
         fetcher: Fetcher,
-        lanes: int,
         may_run: Callable[[int], bool] | None = None,
         lenders: Collection[str] = (),
     ) -> None:
@@ -58,8 +57,9 @@ class Mail:
         self.requests = collections.deque[Request]()
         self.channels = channels
         self.landing_nbytes = fetcher.landing_nbytes
-        self.missing = [set[str]() for _ in range(lanes)]
-        self._arrived: list[dict[str, Arrival]] = [{} for _ in range(lanes)]
+        # Another stage may take in new members first: its messages may name lanes that this worker does not know yet.
+        self.missing = collections.defaultdict[int, set[str]](set)
+        self._arrived = collections.defaultdict[int, dict[str, Arrival]](dict)
         self._expecting = set[int]()  # lanes with a slice to run
         self._fetcher, self._hub, self._may_run = fetcher, hub, may_run
         self._fetched: list[int] = []  # lanes whose message has just been fetched
@@ -75,9 +75,8 @@ class Mail:
         self.requests.clear()
         self._fetched.clear()
         self._expecting.clear()
-        for missing, arrived in zip(self.missing, self._arrived, strict=True):
-            missing.clear()
-            arrived.clear()
+        self.missing.clear()
+        self._arrived.clear()
 
     def drop_fetches(self, peers: Sequence[str]) -> None:
         """Drop what is fetched from peers whose processes have ended."""
@@ -93,9 +92,6 @@ class Mail:
         kept = {name: channel for name, channel in self.channels.items() if name in topology.names}
         self.channels = {**kept, **new}
         self.lenders = frozenset(topology.computes) & self.channels.keys() if topology.pipeline.lends else frozenset()
-        for _ in range(len(self.missing), topology.pipeline.lanes):
-            self.missing.append(set())
-            self._arrived.append({})
 
     def expect(self, lane: int, peers: Collection[str] | None) -> None:
         """Set the peers whose messages a lane's next slice needs; None: the lane has no slice to run."""

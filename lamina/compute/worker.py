@@ -103,7 +103,7 @@ class ComputeWorker(WorkerLoop):
         may_run = None if order is None and not may_wait else self._may_run
         leased, lenders = (links.fetch, links.arena, links.plan), set(names) & channels.keys() if lends else ()
         puller = Puller(*leased, memory.store) if memory is not None and lends else None
-        self._mail = Mail(links.hub, channels, puller or Fetcher(*leased), lanes, may_run, lenders)
+        self._mail = Mail(links.hub, channels, puller or Fetcher(*leased), may_run, lenders)
         self._lanes = Lanes(self._mail, self._wait, order, lanes)
         self._lender: Lender | None = None
         if memory is not None and puller is not None:

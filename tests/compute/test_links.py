@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lamina.compute.lanes import Lanes
 from lamina.compute.mail import Mail
 from lamina.core.errors import DeadlineError
 from lamina.core.pipeline import Pipeline
@@ -100,7 +101,7 @@ class Compute:
 
     def __init__(self, number: int, station: Station, work: "Work") -> None:
         self.number, self.station, self.work = number, station, work
-        self.mail = Mail(station.hub, station.channels, station.fetcher(), len(work.attentions))
+        self.mail = Mail(station.hub, station.channels, station.fetcher())
         self.turns = [self._own(lane, 0) for lane in range(len(work.attentions))]  # of each lane's next slice here
         for lane in range(len(self.turns)):
             self._expect(lane)
@@ -127,7 +128,7 @@ class Compute:
             self._run(ready[choice // 2 % len(ready)])
             self.mail.flush()
             return True
-        missing = {peer: None for peers in self.mail.missing for peer in peers}
+        missing = {peer: None for peers in self.mail.missing.values() for peer in peers}
         told = bool(self.station.hub.owing) and not ready
         if not ready:
             self.mail.flush()
@@ -232,12 +233,12 @@ def test_a_kept_message_goes_once_a_message_that_no_lane_awaits_brings_its_credi
     names = ("compute0", "compute1")
     stations = [Station(name, NullEndpoint(name), PLAN) for name in names]
     link(stations, {("compute0", "compute1"): SLOT, ("compute1", "compute0"): SLOT})
-    near, far = (Mail(one.hub, one.channels, one.fetcher(), 3) for one in stations)
+    near, far = (Mail(one.hub, one.channels, one.fetcher()) for one in stations)
     for lane in range(3):
         near.channels["compute1"].send_message(lane, 0, 8, [content(0, lane, 0, 8)])
         far.expect(lane, ["compute0"])
     assert near.is_waiting, "the third message has no slot"
-    while any(far.missing[:2]):
+    while far.missing[0] or far.missing[1]:
         far.receive(stations[1].endpoint.wait, ["compute0"], 0.0)
     for lane in range(2):
         far.pop_message(lane, "compute0").free()
@@ -245,3 +246,18 @@ def test_a_kept_message_goes_once_a_message_that_no_lane_awaits_brings_its_credi
     near.receive(stations[0].endpoint.wait, [], 0.0)
     assert not near.is_waiting
     assert far.receive(stations[1].endpoint.wait, ["compute0"], 0.0) == [2]
+
+
+def test_a_message_of_a_lane_that_is_not_known_yet_waits_for_the_lane() -> None:
+    """Receive a message of a stage that took in new members, and so has more lanes, before its next stage did."""
+    names = ("compute0", "compute1")
+    stations = [Station(name, NullEndpoint(name), PLAN) for name in names]
+    link(stations, {("compute0", "compute1"): SLOT, ("compute1", "compute0"): SLOT})
+    near, far = (Mail(one.hub, one.channels, one.fetcher()) for one in stations)
+    lanes = Lanes(far, stations[1].endpoint.wait, None, 1)
+    near.channels["compute1"].send_message(1, 0, 8, [content(0, 1, 0, 8)])
+    assert lanes.receive_messages(["compute0"], 0.0) is None
+    lanes.extend(2)
+    far.expect(1, ["compute0"])
+    assert not far.missing[1]
+    assert far.pop_message(1, "compute0").lane == 1

@@ -155,7 +155,7 @@ def connected(
     link(stations, dict.fromkeys(pairs + [(name, own) for own, name in pairs], SLOT_NBYTES))
     compute, *others = stations
     try:
-        mail = Mail(compute.hub, compute.channels, compute.fetcher(), 1)
+        mail = Mail(compute.hub, compute.channels, compute.fetcher())
         devices = [device, *["cpu"] * len(others)]  # Triton's interpreter runs in one thread at a time
         memories = {
             one.name: Memory(one, overlap, specs, shards, capacity, own)

@@ -134,7 +134,7 @@ class Pair:
         if inboxes is not None:
             DeviceSlots(self.links, Device(inboxes=inboxes)).register_channels(channels.values())
         fetcher = Fetcher(self.links.fetch, self.links.arena, self.links.plan)
-        self.mail = Mail(self.links.hub, channels, fetcher, lanes)
+        self.mail = Mail(self.links.hub, channels, fetcher)
         self.turns = [0] * lanes
         self.epoch = FIRST
 
