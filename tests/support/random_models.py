@@ -1,6 +1,7 @@
 """Random models: small configurations of every decoder family by name, and checkpoints made of them."""
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -262,10 +263,15 @@ _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
+def variant_values(name: str) -> Mapping[str, Any]:
+    """Return what the named variant sets of its configuration."""
+    return _VARIANTS[name][1] if name in _VARIANTS else _FURTHER[name]
+
+
 def variant(name: str, layers: int = LAYERS, **changes: Any) -> PretrainedConfig:
     """A new configuration of the named variant; kinds of layers repeat as far as ``layers`` needs them."""
-    model_type, values = _VARIANTS[name] if name in _VARIANTS else (name, _FURTHER[name])
-    values = values | changes
+    model_type = _VARIANTS[name][0] if name in _VARIANTS else name
+    values = {**variant_values(name), **changes}
     if layers != LAYERS:
         values |= {next(key for key in _LAYER_COUNTS if key in values): layers}
         if kinds := values.get("layer_types"):
