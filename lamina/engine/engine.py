@@ -298,7 +298,8 @@ class Engine:
         usage, counted = dict(members.usage), (self._scheduler.dropped, members.recoveries, members.recomputed)
         links = list(collections.Counter(list(self.cluster.links.values())).items())
         prefixes = self._scheduler.prefixes
-        usage = {worker: usage.without(*prefixes.idle(worker)) for worker, usage in usage.items()}
+        cached = prefixes.idle()
+        usage = {worker: one.without(*cached[worker]) if worker in cached else one for worker, one in usage.items()}
         counts = (running, waiting, self._steps, *counted)
         disks, scaling = self._scheduler.disks, self._scaling.stats
         found = (prefixes.queried, prefixes.hit, self._placement.stats, disks.spilled, disks.fetched, scaling)

@@ -187,7 +187,7 @@ def holdings(lanes: Sequence[Lane], prefixes: PrefixCache, placement: Placement)
     held: dict[str, dict[str, int]] = {}
     for lane in lanes:
         for group in lane.running:
-            tokens = dict(lane.held(group))
+            tokens = lane.held(group)
             for node in prefixes.path(group):
                 tokens[node.worker] = tokens.get(node.worker, 0) + len(node.tokens)
             for worker, count in placement.on_workers(tokens).items():

@@ -140,9 +140,9 @@ class Placement:
         """Return the places that use slots of a memory worker."""
         return {worker}
 
-    def idle_on(self, worker: str) -> int:
-        """Return the slots of a memory worker that only hold cached prefixes."""
-        return self.on_workers(self.idle).get(worker, 0)
+    def workers_at(self, place: str) -> Collection[str]:
+        """Return the memory workers whose slots a place uses; none if it is lost."""
+        return (place,)
 
     def on_workers(self, tokens: Mapping[str, int]) -> Mapping[str, int]:
         """Convert tokens by place to slots by memory worker."""

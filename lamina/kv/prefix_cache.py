@@ -96,11 +96,18 @@ class PrefixCache:
             new = {worker: self._trees.get(worker) or self._new_tree(worker) for worker in self._placement.capacities}
             self._trees = left | new
 
-    def idle(self, worker: str) -> tuple[int, int]:
-        """Return the idle tokens on a worker, and how many cached sequences have tokens there. Any thread may call."""
-        places = self._placement.places_on(worker)
-        counts = itertools.chain.from_iterable(list(tree.held_on.items()) for tree in list(self._trees.values()))
-        return self._placement.idle_on(worker), sum(count for held, count in counts if not held.isdisjoint(places))
+    def idle(self) -> dict[str, tuple[int, int]]:
+        """Return the idle tokens of each memory worker, and how many cached sequences have tokens there.
+
+        Workers without either are left out. Any thread may call this.
+        """
+        placement, sequences = self._placement, Counter[str]()
+        for tree in list(self._trees.values()):
+            for places, count in list(tree.held_on.items()):
+                for worker in {worker for place in places for worker in placement.workers_at(place)}:
+                    sequences[worker] += count
+        tokens = {worker: count for worker, count in placement.on_workers(dict(placement.idle)).items() if count}
+        return {worker: (tokens.get(worker, 0), sequences[worker]) for worker in {**tokens, **sequences}}
 
     def sequences(self, worker: str) -> dict[int, int]:
         """Return the length of each cached sequence that has tokens on a worker."""

@@ -167,6 +167,9 @@ class StripedPlacement(Placement):
     def places_on(self, worker: str) -> Collection[str]:
         return self._touching([worker])
 
+    def workers_at(self, place: str) -> Collection[str]:
+        return [worker for worker, _ in self._parts.get(place, ())]
+
     def on_workers(self, tokens: Mapping[str, int]) -> Mapping[str, int]:
         """Return the usage of each worker in tokens with all heads, rounded up like the usage that memory workers
         report."""

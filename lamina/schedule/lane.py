@@ -244,12 +244,13 @@ class Lane:
 
     def held(self, group: Group) -> dict[str, int]:
         """Return, by memory worker, the slots reserved for a request, without those of shared prefixes."""
-        held, alone = collections.Counter[str](), True
+        held, alone = dict[str, int](), True
         for one in group.completions:
             if not one.released:
-                held.update(group.slots(one, self._reserved(group, one), alone=alone))
+                for worker, tokens in group.slots(one, self._reserved(group, one), alone=alone).items():
+                    held[worker] = held.get(worker, 0) + tokens
                 alone = False
-        return dict(held)
+        return held
 
     def _reserved(self, group: Group, completion: Completion) -> int:
         """Return the number of slots reserved for a completion alone."""

@@ -90,10 +90,11 @@ class Striped(Driver):
             tokens = self.placement.reserved[place] + self.placement.idle[place]
             for segment in self.placement.expand([Segment(0, place, SHARDS.whole, (0, None))]):
                 taken[segment.worker] += tokens * (segment.heads[1] - segment.heads[0])
+        idle = self.turn.scheduler.prefixes.idle()
         for name, store in self.stores.items():
             assert store.slab.used <= taken[name] <= store.slab.capacity
             assert not resting or store.slab.used == taken[name]
-            assert not resting or (store.used_tokens, store.sequences) == self.turn.scheduler.prefixes.idle(name)
+            assert not resting or (store.used_tokens, store.sequences) == idle.get(name, (0, 0))
         for plan in self.turn.in_flight.values():
             for step in plan.sequences:
                 held = [one for store in self.stores.values() for one in store.held.segments.get(step.sequence, [])]

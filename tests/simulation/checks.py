@@ -204,7 +204,7 @@ def check_quiet(run: "Simulation") -> None:
         )
         if (store := _store(worker)) is not None:
             _check_slab(name, store.slab)
-            idle, held = prefixes.idle(store.worker)[0], store.used_tokens
+            idle, held = prefixes.idle().get(store.worker, (0, 0))[0], store.used_tokens
             require(held == idle, f"{name} holds {held} tokens; the engine knows of {idle} in cached prefixes")
             _check_told(name, store, engine._members.recipients._known.values())
         if isinstance(worker, MemoryWorker):

@@ -210,7 +210,7 @@ class Caching(Losing):
         assert not any(placement.reserved.values()) and not any(placement.returning.values())
         for memory in self.memories:
             assert memory.here.keys() == prefixes.sequences(memory.name).keys()
-            assert (memory.slab.used, len(memory.here)) == prefixes.idle(memory.name)
+            assert (memory.slab.used, len(memory.here)) == prefixes.idle().get(memory.name, (0, 0))
         cached = {one: tokens for memory in self.memories for one, tokens in prefixes.sequences(memory.name).items()}
         for sequence, tokens in cached.items():
             path: dict[int, tuple[int, ...]] = {}
