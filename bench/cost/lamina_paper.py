@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.cost.page import Section, axes, legend_above, show
+from bench.cost.page import Section, show
 from bench.cost.published import Comparison
 from bench.cost.published_times import read_operators
+from bench.pictures import axes, legend_above
 from lamina.planning.plan import hardware, model_shapes, prices, workload
 from lamina.planning.plan.cost import GEMMS, POINTWISE, CostModel, Fits
 from lamina.planning.plan.model_shapes import ModelShape

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from bench.cost.lamina_paper import cost_model
-from bench.cost.page import Section, axes
+from bench.cost.page import Section
 from bench.cost.published import Comparison
 from bench.cost.transfers import send_recv_seconds
+from bench.pictures import axes
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats

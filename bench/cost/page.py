@@ -1,51 +1,13 @@
 """The report: sections of prose, tables and figures in one HTML file that loads nothing else."""
 
-import io
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-import matplotlib
-from cycler import cycler
-
-matplotlib.use("svg")
-from matplotlib import rcParams
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.cost.published import Comparison, Number
-
-COLOURS = ("#2f7ed8", "#e07b00", "#1f9d6b", "#b04fc4", "#d1495b", "#8a8d91")
-"""Legible on white and on near-black alike."""
-
-INK = "#010203"
-"""Stands for the page's own text colour in a figure."""
-
-rcParams.update(
-    {
-        "svg.fonttype": "none",  # text stays text
-        "svg.hashsalt": "lamina",  # the same figure is the same file
-        "font.family": "sans-serif",
-        "font.size": 10,
-        "axes.prop_cycle": cycler(color=COLOURS),
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.facecolor": "none",
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.alpha": 0.25,
-        "legend.frameon": False,
-        "lines.linewidth": 1.8,
-        "lines.markersize": 4,
-        "text.color": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "grid.color": INK,
-        "axes.labelcolor": INK,
-        "axes.edgecolor": INK,
-    }
-)
+from bench.pictures import svg
 
 
 @dataclass
@@ -93,31 +55,6 @@ class Section:
         self.figures[name] = drawing
         image = svg(drawing, name)
         self.parts.append(f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>")
-
-
-def axes(columns: int = 1, height: float = 3.3, width: float | None = None) -> tuple[Figure, list[Axes]]:
-    """A figure with so many plots beside each other."""
-    drawing = Figure(figsize=(width or (6.2 if columns == 1 else 4.6 * columns), height), layout="constrained")
-    return drawing, [drawing.add_subplot(1, columns, index + 1) for index in range(columns)]
-
-
-def legend_above(axis: Axes, columns: int) -> None:
-    """Put the legend above the plot, where it covers nothing."""
-    axis.legend(fontsize=8, ncols=columns, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-
-
-def svg(drawing: Figure, name: str) -> str:
-    """The figure as an SVG element that takes the page's text colour; identifiers get ``name`` before them."""
-    buffer = io.StringIO()
-    drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    image = buffer.getvalue()
-    image = image[image.index("<svg") :].replace(INK, "currentColor")
-    prefix = re.sub(r"\W", "", name)
-    for pattern in (r'(\bid=")', r"(url\(#)", r'(href="#)'):
-        image = re.sub(pattern, rf"\g<1>{prefix}-", image)
-    for size in ("width", "height"):  # the view box and the page decide
-        image = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", image, count=1)
-    return image
 
 
 def show(number: Number) -> str:

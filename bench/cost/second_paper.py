@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from bench.cost.lamina_paper import RENTS, Layout, cost_model, planner
-from bench.cost.page import Section, axes, legend_above
+from bench.cost.page import Section
 from bench.cost.published import Comparison
+from bench.pictures import axes, legend_above
 from lamina.planning.plan import hardware, model_shapes, workload
 from lamina.planning.plan.advice import beyond, recommend
 from lamina.planning.plan.cost import CostModel

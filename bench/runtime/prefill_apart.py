@@ -1,7 +1,7 @@
 """The time between tokens of running requests while a long prompt arrives, with prompts apart; changes of roles.
 
     python -m bench.runtime.prefill_apart [--model 60m] [--prompt 8000] [--running 8] [--context 256] [--rounds 3]
-                                          [--json FILE]
+                                          [--json FILE] [--picture FILE.svg]
 
 Two compute workers and a memory worker on two cores: one compute worker has a core of its own, the other one shares the
 second core with the memory worker. ``together``: both run prompts and decode. ``apart``: the worker with a core of its
@@ -17,7 +17,8 @@ meanwhile. ``handover`` is the time from a request's first token, drawn where it
 where it decodes, and the steps are those that ended for the other requests meanwhile: 2 if it joined the next step that
 began, since one was running when its first token was drawn.
 
-Every way runs in turn, ``--rounds`` times, in an engine of its own; figures are medians.
+Every way runs in turn, ``--rounds`` times, in an engine of its own; figures are medians. ``--picture``
+needs matplotlib.
 """
 
 import argparse
@@ -28,7 +29,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -52,15 +53,24 @@ SHARED = {"memory": "cpu:1", "max_num_seqs": 64, "prefix_cache": True}
 HANDOVERS = 12  # requests whose first two tokens are timed
 PROMPT = 64  # tokens of each
 OUTPUT = 16_000  # tokens of a running request: the first of eight ends after 2,000
+PERCENTILES = (50, 75, 90, 95, 99, 99.5, 99.9)
+TARGET = 1.2  # p99 beside the prompt of ``apart``, over control
+CHANGE_MS = 1e3  # target of a role change
+P50, P99 = PERCENTILES.index(50), PERCENTILES.index(99)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Milliseconds between tokens of the running requests, alone and beside the long prompt; its TTFT in seconds."""
+    """What one run, or the median of several, measured.
 
-    alone_p99: float
-    beside_p50: float
-    beside_p99: float
+    Attributes:
+        alone: Milliseconds between tokens of the running requests before the long prompt arrives, at ``PERCENTILES``.
+        beside: The same from its arrival to its first token.
+        ttft_s: Seconds from its arrival to its first token.
+    """
+
+    alone: Sequence[float]
+    beside: Sequence[float]
     ttft_s: float
 
 
@@ -171,8 +181,8 @@ def _beside(
         requests.close()
     finally:
         engine.close()
-    beside_p50, beside_p99 = np.percentile(beside, (50, 99)).tolist()
-    return Figures(float(np.percentile(alone, 99)), beside_p50, beside_p99, first - arrived)
+    at_alone, at_beside = (np.percentile(gaps, PERCENTILES).tolist() for gaps in (alone, beside))
+    return Figures(at_alone, at_beside, first - arrived)
 
 
 def changed(model: Path, args: argparse.Namespace, cores: list[int]) -> Changes:
@@ -223,24 +233,52 @@ def _pause(engine: Engine, number: int, requests: Running) -> tuple[float, int]:
 
 
 def _median(runs: list[Any]) -> Any:
-    return type(runs[0])(
-        *(statistics.median(each) for each in zip(*(asdict(one).values() for one in runs), strict=True))
-    )
+    columns = zip(*(asdict(one).values() for one in runs), strict=True)
+    return type(runs[0])(*(np.median(each, axis=0).tolist() for each in columns))
 
 
-def _print(ways: dict[str, Figures], changes: Changes) -> None:
+def _print(ways: Mapping[str, Figures], changes: Changes) -> None:
     console = Console()
     table = Table("", "alone p99 ms", "beside p50 ms", "beside p99 ms", "TTFT s", "p99 beside / alone")
     for way, one in ways.items():
-        times = (one.alone_p99, one.beside_p50, one.beside_p99)
-        ratio = one.beside_p99 / one.alone_p99
+        times = (one.alone[P99], one.beside[P50], one.beside[P99])
+        ratio = one.beside[P99] / one.alone[P99]
         table.add_row(way, *(f"{value:.1f}" for value in times), f"{one.ttft_s:.1f}", f"{ratio:.2f}")
     console.print(table)
     for way in (APART, NO_SCRATCH):
-        share = ways[way].beside_p99 / ways[CONTROL].beside_p99
+        share = ways[way].beside[P99] / ways[CONTROL].beside[P99]
         console.print(f"p99 beside a prompt, {way} over control: {share:.2f}")
     for name, value in asdict(changes).items():
         console.print(f"{name.replace('_', ' ')}: {value:.1f}{'' if name.endswith('steps') else ' ms'}")
+
+
+def draw(ways: Mapping[str, Figures], changes: Changes, file: Path) -> None:
+    """Draw the times between tokens by percentile, and those of role changes and of requests handed over."""
+    from bench.pictures import axes, legend_above, save
+
+    drawing, (left, right) = axes(2, height=3.6)
+    places = [-np.log10(1 - percentile / 100) for percentile in PERCENTILES]  # every further nine is as wide
+    for way, one in ways.items():
+        left.plot(places, one.beside, "-o", label=f"beside the prompt, {way}")
+    left.plot(places, ways[CONTROL].alone, "--", color="C5", label="no prompt")
+    left.axhline(TARGET * ways[CONTROL].beside[P99], color="C5", linestyle=":", label=f"{TARGET} of control's p99")
+    left.set(xlabel="percentile of the times between tokens", ylabel="ms", yscale="log")
+    left.yaxis.set_major_formatter("{x:g}")
+    left.yaxis.set_minor_formatter("{x:g}")
+    shown = [place for place in range(len(PERCENTILES)) if PERCENTILES[place] in (50, 90, 99, 99.9)]
+    left.set_xticks([places[place] for place in shown], [f"{PERCENTILES[place]:g}" for place in shown])
+    legend_above(left, 2)
+    times = {name.replace("_", " "): value for name, value in asdict(changes).items() if name != "handover_steps"}
+    right.barh(list(times), list(times.values()), height=0.55)
+    for place, value in enumerate(times.values()):
+        right.annotate(f"{value:.1f} ms", (value, place), (4, 0), textcoords="offset points", va="center")
+    right.axvline(CHANGE_MS, color="C1", linestyle="--", label="target of a role change: below 1 s")
+    right.invert_yaxis()
+    right.grid(visible=False, axis="y")
+    right.set(xlabel="ms", xscale="log", xlim=(1, 2 * CHANGE_MS))
+    right.xaxis.set_major_formatter("{x:g}")
+    legend_above(right, 1)
+    save(drawing, file)
 
 
 def main() -> None:
@@ -252,6 +290,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256, help="tokens of their prompts")
     parser.add_argument("--rounds", type=int, default=3, help="times that every way runs")
     parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--picture", type=Path, help="draw them to this .svg or .png file")
     args = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
@@ -266,8 +305,11 @@ def main() -> None:
     ways = {way: _median(each) for way, each in runs.items()}
     _print(ways, _median(turned))
     if args.json:
+        about = {"model": args.model, "prompt": args.prompt, "running": args.running, "percentiles": PERCENTILES}
         figures = {"ways": {way: asdict(one) for way, one in ways.items()}, "changes": asdict(_median(turned))}
-        args.json.write_text(json.dumps(figures, indent=2))
+        args.json.write_text(json.dumps(about | figures, indent=1) + "\n")
+    if args.picture:
+        draw(ways, _median(turned), args.picture)
 
 
 if __name__ == "__main__":
