@@ -11,7 +11,8 @@ _UNUSED = ("PIL", "scipy", "sklearn")
 _UNUSED_ON_CPU = ("triton", "torchao")
 
 META_KERNELS = "torch._meta_registrations"
-"""Torch's functions for tensors without data. Only the capture of a model calls them."""
+"""Torch's functions for tensors without data. Only the capture of a model calls them, but without them torch.Generator,
+which draws dummy weights, is an error."""
 
 
 def before_imports(device: str) -> None:

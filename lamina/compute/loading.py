@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 
 from lamina.compute.device.base import Device, Runner, Sums
+from lamina.compute.late_imports import import_meta_kernels
 from lamina.compute.model_files import Tell, locate
 from lamina.compute.split_cache import Prepared, prepare
 from lamina.compute.step import context_nbytes_per_token
@@ -60,6 +61,8 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
     if setup.quantization != "none":
         _check_quantization(place, prepared, setup.quantization, form.names, control.device)
     device.limit(setup.gpu_share)
+    if setup.load_format == "dummy":
+        import_meta_kernels()
     with _explained_shortage(control.device, setup):
         loaded = tensors.load(
             place,

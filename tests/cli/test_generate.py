@@ -31,6 +31,16 @@ def test_generate_prints_texts_speed_and_where_the_kv_lived() -> None:
     assert "warn" not in done.stderr.lower() and "torch" not in done.stderr
 
 
+def test_dummy_weights_are_drawn_when_the_split_model_is_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a start that splits the model imports all of torch."""
+    monkeypatch.setenv("LAMINA_CACHE_DIR", str(tmp_path))
+    for _ in range(2):
+        done = run("generate", "--load-format", "dummy", "--max-tokens", "2", "x")
+        assert done.returncode == 0, done.stderr
+
+
 def test_bench_says_where_the_time_went_and_writes_a_timeline(tmp_path: Path) -> None:
     place = tmp_path / "trace.json"
     sizes = ("--batch", "3", "--context", "9", "--tokens", "24", "--lanes", "2")
