@@ -280,8 +280,8 @@ def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools
     if config.listen is None and any(entry.kind == REMOTE for each in entries.values() for entry in each):
         raise ConfigError("remote workers join from other machines: give listen, the address that they connect to")
     here = {role: tuple(entry for entry in each if entry.kind != REMOTE) for role, each in entries.items()}
-    prompts = () if config.prefill is None else pool.parse(config.prefill)
-    prefills = sum(entry.kind != REMOTE for entry in prompts)
+    prompts = 0 if config.prefill is None else config.prefill.count(",") + 1
+    prefills = sum(entry.kind != REMOTE for entry in entries["compute"][:prompts])
     assigned = pool.assign_pools(here, find_devices(), prefills)
     pools: dict[Role, dict[str, Assigned]] = {}
     for role, each in entries.items():

@@ -68,6 +68,7 @@ class Unstartable(LocalWorkers):
     [
         ({"compute": "", "prefill": "cpu:1"}, "the pool is empty; give kind:count"),
         ({"compute": "local", "prefill": "cpu:1"}, "local is memory of the compute workers.* Use --compute cpu:1"),
+        ({"compute": "local", "prefill": "cpu:2/tp2"}, "local is memory of the compute workers.* Use --compute cpu:1"),
         ({"compute": "cpu:1", "prefill": "local"}, "local is memory of the compute workers.* Use --prefill cpu:1, or"),
         ({"compute": "cpu:2", "autoscale": "prefill=2:2", **BALANCED}, "at least one must always decode"),
         ({"compute": "cpu:2", "prefill": "cpu:1", "tensor_parallel": 2}, "give --prefill a multiple of 2"),
