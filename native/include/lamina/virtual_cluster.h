@@ -87,8 +87,12 @@ private:
         std::uint64_t order; // breaks ties in time: the event pushed first
         Kind kind;
         std::uint32_t index; // of a lane, or of a replica that becomes free
+        // A replica that becomes free chooses among all slices that are ready then.
         bool operator>(const Event &other) const {
-            return time_s != other.time_s ? time_s > other.time_s : order > other.order;
+            if (time_s != other.time_s)
+                return time_s > other.time_s;
+            const bool free = kind == Kind::Free, other_free = other.kind == Kind::Free;
+            return free != other_free ? free : order > other.order;
         }
     };
 

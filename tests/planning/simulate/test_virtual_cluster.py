@@ -158,6 +158,15 @@ def test_a_chunk_keeps_the_replica_busy_while_its_keys_travel() -> None:
     assert begun == [(0, 0.0), (1, 4.0), (0, 5.0), (1, 6.0)]
 
 
+def test_a_lane_that_waits_for_nothing_keeps_its_replica_unless_another_is_due_first() -> None:
+    """The replica attends itself, for a second after each slice: the older step ends before the other goes on."""
+    cluster = VirtualCluster(1, 1, 2, 0.0, 100)
+    for lane, begins in ((1, 0.0), (0, 0.5)):
+        times = StepTimes(first_s=1, inner_s=1, last_s=1, chunks_s=1, shares=Shares([]))
+        cluster.submit(lane, begins, lane, [0] * 3, 1 - lane, 0, times)
+    assert [(end, lane) for end, lane, *_ in play(cluster)] == [(5.0, 1), (10.0, 0)]
+
+
 def submit_plain(
     cluster: VirtualCluster, lane: int, number: int, stages: list[int], slice_s: float, behind: tuple[int, ...] = ()
 ) -> None:
