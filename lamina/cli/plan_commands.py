@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lamina.core.types import DType
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from lamina.planning.plan.model_shapes import ModelShape
     from lamina.planning.plan.prices import Prices
@@ -55,20 +55,14 @@ def simulate_line(course: "Course", trial: "Trial", asked: Asked) -> str:
     from lamina.planning.simulate.trial import SEED
 
     way, deployment = trial.way, course.deployment(trial.capacity)
-    first, second = f"--compute {way.compute.kind}:{way.compute_workers}", ""
-    if way.memory:
-        second = f" --memory {way.memory.kind}:{way.memory_workers}"
-    if way.kind is Kind.PREFILL:
-        first = f"--prefill {way.compute.kind}:{way.compute_workers} --compute {way.second.kind}:{way.memory_workers}"
-    if way.kind in (Kind.LOCAL, Kind.PREFILL):
-        second = " --memory local"
+    pools = pools_option(way, {kind.kind: kind.kind for kind, _ in way.pools})
     lanes = f" --lanes {way.lanes} --pipelining {deployment.pipelining}" if way.kind is Kind.OFFLOADED else ""
     lanes += f" --kv-tokens-per-worker {way.segment}" if way.segment else ""
     lanes += attention_option(way)
     chosen = f"--first {trial.requests}" if course.replays else f"--draw {trial.requests} --seed {SEED}"
     return (
         f"lamina simulate --model {shlex.quote(asked.model)} --system {way.kind.system} "
-        f"{first}{second} --tensor-parallel {way.tensor_parallel}{lanes} "
+        f"{pools} --tensor-parallel {way.tensor_parallel}{stages_option(way)}{lanes} "
         f"--max-num-seqs {deployment.max_num_seqs} --max-num-batched-tokens {way.chunk} "
         f"{asked.requests} {chosen} "
         f"--rate-scale {course.rate_scale(trial.rate, trial.requests)} --prices {shlex.quote(course.prices)}"
@@ -92,16 +86,29 @@ def missing(way: "Way", shape: "ModelShape", model: str) -> list[str]:
     from lamina.cluster.pool import RUNNABLE
 
     kinds = _launch_kinds(way)
-    lacking = [f"{kind} workers" for kind in dict.fromkeys(kinds) if kind not in RUNNABLE]
-    return [*lacking, *filter(None, [shape.unread]), *unquantised(shape, model, kinds[0])]
+    lacking = [f"{kind} workers" for kind in dict.fromkeys(kinds.values()) if kind not in RUNNABLE]
+    return [*lacking, *filter(None, [shape.unread]), *unquantised(shape, model, kinds[way.prompts.kind])]
 
 
-def _launch_kinds(way: "Way") -> list[str]:
-    """Return the kinds of a way's pools as `lamina launch` spells them."""
+def _launch_kinds(way: "Way") -> dict[str, str]:
+    """Return, by kind of a way's pools, the name by which `lamina launch` knows it."""
     from lamina.planning.plan.hardware import ALIASES
 
     spelled = {"a100-40g": "a100", **{entry: name for name, entry in ALIASES.items()}}  # both are A100s to a driver
-    return [spelled.get(kind.kind, kind.kind) for kind in (way.compute, way.memory) if kind is not None]
+    return {kind: spelled.get(kind, kind) for kind in way.kinds}
+
+
+def pools_option(way: "Way", names: "Mapping[str, str]") -> str:
+    """Return the options of ``lamina launch`` and ``lamina simulate`` for the pools. ``names``: names of the kinds."""
+    prefill = f"--prefill {names[way.prefill.kind]}:{way.prefill_workers} " if way.prefill else ""
+    memory = ["local"] * way.kind.has_local + ([f"{names[way.memory.kind]}:{way.memory_workers}"] if way.memory else [])
+    given = f" --memory {','.join(memory)}" if memory else ""
+    return f"{prefill}--compute {names[way.compute.kind]}:{way.compute_workers}{given}"
+
+
+def stages_option(way: "Way") -> str:
+    """Return the option of ``lamina launch`` and ``lamina simulate`` for stages; empty without any."""
+    return f" --pipeline-parallel {way.stages}" if way.stages > 1 else ""
 
 
 def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -> list[str]:
@@ -121,22 +128,19 @@ def launch_command(way: "Way", shape: "ModelShape", model: str, batch: str) -> s
     from lamina.planning.plan.model_shapes import model_to_launch
     from lamina.planning.plan.ways import Kind, Partition
 
-    compute, *memory = _launch_kinds(way)
-    pools = f"--compute {compute}:{way.compute_workers} --memory local"
-    if way.kind is Kind.PREFILL:
-        pools = f"--prefill {compute}:{way.compute_workers} --compute {memory[0]}:{way.memory_workers} --memory local"
-    elif memory:
-        order = f"--lanes {way.lanes} --pipelining {'rotational' if way.rotates else 'fixed'}"
-        pools = f"--compute {compute}:{way.compute_workers} --memory {memory[0]}:{way.memory_workers} {order}"
+    names = _launch_kinds(way)
+    order = f" --lanes {way.lanes} --pipelining {'rotational' if way.rotates else 'fixed'}"
     return (
-        f"lamina launch --model {shlex.quote(model_to_launch(model))} {pools}"
+        f"lamina launch --model {shlex.quote(model_to_launch(model))} {pools_option(way, names)}"
+        + (order if way.kind is Kind.OFFLOADED else "")
         + (f" --tensor-parallel {way.tensor_parallel}" if way.tensor_parallel > 1 else "")
+        + stages_option(way)
         + (" --partition head" if way.partition is Partition.HEAD else "")
         + batch
         + (f" --kv-tokens-per-worker {way.segment}" if way.segment else "")
         + attention_option(way)
         + kv_option(shape)
-        + quantization_option(shape, model, compute)
+        + quantization_option(shape, model, names[way.prompts.kind])
     )
 
 
@@ -152,7 +156,8 @@ def attention_option(way: "Way") -> str:
         return "" if way.scratch else " --prompt-attention memory"
     if way.scratch:
         return " --prompt-attention compute"
-    is_auto = way.kind is Kind.OFFLOADED and way.replicas == 1 and way.compute.kind != CPU == way.second.kind
+    alone = way.kind is Kind.OFFLOADED and way.replicas == way.stages == 1
+    is_auto = alone and way.compute.kind != CPU == way.second.kind
     return " --prompt-attention memory" if is_auto else ""
 
 

@@ -29,8 +29,9 @@ UNSTARTED = "lamina launch cannot start:"
 TERMS = (
     "TTFT: time to the first token. TBT: time between tokens. p99: 99 of 100 are shorter. stall: TTFT and a request's "
     "longest later wait. M: a million tokens. busy: share of the time that each pool works. model: requests/s by the "
-    "closed form alone. 2 x TP4: two copies of the weights, on four devices each. local memory: KV is beside the "
-    "weights. prefill, decode: devices for prompts and for answers. memory, lanes: workers that hold KV and attend to "
+    "closed form alone. 2 x TP4: two copies of the weights, on four devices each. TP2 x 3 stages: two devices share "
+    "each of three parts of the layers. local memory: KV is beside the weights. prefill, decode: devices for prompts "
+    "and for answers. memory, lanes: workers that hold KV and attend to "
     "it, for so many batches. More: docs/cost-model.md, docs/concepts.md."
 )
 """Explains the table of ways."""
@@ -123,7 +124,7 @@ def _print(
         f"Prices: {server.prices.brief(server.models)}.",
         server.prices.inclusion,
         agreement(trials),
-        *untried(server.shape, best.way.compute.kind),
+        *untried(server.shape, best.way.prompts.kind),
         *notes,
         *([f"{reasons} {'; '.join(given_up)}."] if given_up else []),
         "To repeat the simulation:",
@@ -134,7 +135,7 @@ def _print(
 
 def _without_rdma(server: "Server", way: "Way") -> list[str]:
     """Return a warning if a way needs two kinds of machines, and those of the market have no RDMA between them."""
-    if server.prices.rdma or way.memory is None or way.memory is way.compute:
+    if server.prices.rdma or len(way.kinds) == 1:
         return []
     return [
         f"This needs RDMA between machines of two kinds, and {server.prices.market} have none: without --memory, the "
@@ -283,11 +284,7 @@ def _rent(trials: "Sequence[Trial]", offloads: bool) -> list[str]:
             return [f"Rent two pools: {way.describe()}. No other way keeps the SLOs."]
         gain = other.usd_per_request / best.usd_per_request - 1
         return [f"Rent two pools: {way.describe()}: {gain:+.0%} requests per dollar over {other.way.describe()}."]
-    what = (
-        "Rent one pool"
-        if way.memory is None or way.memory is way.compute
-        else "Rent two pools, prefill and decoding apart"
-    )
+    what = "Rent one pool" if len(way.kinds) == 1 else "Rent two pools, prefill and decoding apart"
     lines = [f"{what}: {way.describe()}, steps of up to {way.chunk} tokens."]
     if offloaded is None:
         lines += ["No way to offload attention is within the targets at a comparable cost."] if offloads else []
@@ -386,7 +383,7 @@ def _as_dict(
         "notes": [
             *_without_rdma(server, trials[0].way),
             *_too_long(server),
-            *untried(server.shape, trials[0].way.compute.kind),
+            *untried(server.shape, trials[0].way.prompts.kind),
             *notes,
         ],
         "price_warnings": server.prices.warnings(server.models, date.today()),

@@ -170,7 +170,7 @@ def cells(
 
 def side(way: Way) -> str:
     """Return the name of the cell's attribute that a way belongs to."""
-    if way.memory is None or way.memory.kind == way.compute.kind:
+    if len(way.kinds) == 1:
         return "alone"
     return "offloaded" if way.kind is Kind.OFFLOADED else "apart"
 
@@ -228,10 +228,13 @@ def _gain(alone: Capacity | None, together: Capacity | None) -> float | None:
 
 
 def _coarse(way: Way) -> bool:
-    """Return whether a map considers a way: two chunk lengths; with two pools, powers of two and no rotation."""
-    if way.memory is None:
+    """Return whether a map considers a way: two chunk lengths, no stages; with two pools, powers of two and no
+    rotation."""
+    if way.stages > 1:
+        return False
+    if len(way.pools) == 1:
         return way.chunk in _CHUNKS
-    counts = (way.compute_workers, way.memory_workers)
+    counts = [count for _, count in way.pools]
     if any(count & (count - 1) for count in counts) or (way.rotates and way.replicas > 1):
         return False
     if way.kind.divides_roles:

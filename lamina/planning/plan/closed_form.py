@@ -18,6 +18,7 @@ from lamina.cluster.scratch import GPU_SHARE, PROMPTS, SHARE
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.plan.queueing import queue_waits, replayed_sojourn
+from lamina.planning.plan.stages import stages_of
 from lamina.planning.plan.ways import Kind, Way, spreads_memory
 from lamina.planning.plan.workload import Workload
 
@@ -158,7 +159,7 @@ class Prompts:
             return np.zeros(hits.shape)
         if not way.scratch:
             return np.full(hits.shape, np.inf)
-        room = scratch_tokens(compute, way.tensor_parallel, self._workload.longest, beside_kv=False)
+        room = scratch_tokens(compute, way.group, self._workload.longest, beside_kv=False)
         return np.where(self._lengths - hits > room, np.inf, hits)
 
     # -- waiting -------------------------------------------------------------------------------------------------
@@ -220,7 +221,7 @@ class Prompts:
             ends = float(model.ends_seconds(1, degree))
             return np.asarray(layers * model.slice_seconds(rows, degree) + ends)
 
-        if spreads_memory(degree, (way.compute, way.second)):  # prefixes are mostly in the replicas' own memory
+        if spreads_memory(degree, (way.prompts, way.compute)):  # prefixes are mostly in the replicas' own memory
             lent = np.zeros_like(cached)
             attention = layers * model.chunk_attention_seconds(computed, cached, degree)
         else:
@@ -235,11 +236,11 @@ class Prompts:
         packed = float(dense_s(np.array([together * rows.mean()]))[0]) / together
         packed += float((alone - dense_s(rows)).mean())
         mean = packed if together > 1 else float(alone.mean())
-        first_s = partial(self._first_s, alone, mean, way.replicas)
+        first_s = partial(self._first_s, alone, mean, way.prefill_replicas)
         return PrefillPool(
             first_s=first_s,
-            prompts_s=way.replicas / mean,
-            within_s=way.replicas / mean * _highest_load(first_s, ttft_s),
+            prompts_s=way.prefill_replicas / mean,
+            within_s=way.prefill_replicas / mean * _highest_load(first_s, ttft_s),
             lent_s=layers * float(lent.mean()),
             longest_lent_s=layers * float(np.quantile(lent * np.minimum(1.0, way.chunk / computed), PERCENTILE)),
             lent_share=float(np.quantile(layers * lent / alone, PERCENTILE)),
@@ -355,8 +356,28 @@ class OffloadedSteps:
 
     @property
     def replicas(self) -> int:
-        """Number of replicas that ``together`` lanes share."""
-        return self.way.replicas if self.way.rotates else 1
+        """Number of replicas, or of stages, that ``together`` lanes share."""
+        return self.way.replicas if self.way.rotates else self.way.stages
+
+    @cached_property
+    def busiest_share(self) -> float:
+        """Share of the dense work of ``together`` lanes that the replica or stage with most of it runs."""
+        if self.way.stages == 1:
+            return 1 / self.replicas
+        shape = self.compute.shape
+        ends = float(self.compute.ends_seconds(1, self.way.tensor_parallel))
+        layer = float(self.compute.slice_seconds(1, self.way.tensor_parallel))
+        parts = [one.layers * layer + one.last * ends for one in stages_of(shape, self.way.stages)]
+        return max(parts) / sum(parts)
+
+    def _hops_s(self, tokens: Floats, having: int) -> Floats | float:
+        """Return seconds in which a step's context goes from stage to stage, beyond the time of attention."""
+        stages, shape = self.way.stages, self.compute.shape
+        if stages == 1:
+            return 0.0
+        rows = self.rows + min(having, 1) * tokens
+        own_s = self.compute.wire_seconds(rows * shape.hidden * shape.dtype.itemsize)
+        return np.asarray((stages - 1) * own_s + self.memory.fits.runtime.round_trip_s / 2)
 
     @cached_property
     def attention_s(self) -> Floats:
@@ -391,13 +412,13 @@ class OffloadedSteps:
         one = np.minimum(asked, 1.0)  # one worker receives a row's q at most once
         in_s, back_s = (tokens * spread * self._memory_nic_s(nbytes) for nbytes in (kept + one * query, one * query))
         here_s, there_s = self._decoding_wire_s
-        latency_s = self.compute.shape.layers * self.memory.fits.runtime.round_trip_s
+        latency_s = self.compute.shape.layers * self.memory.fits.runtime.round_trip_s + self._hops_s(tokens, having)
         path = self.dense_s + here_s + there_s + latency_s + self.attention_s
         path = path + min(having, 1) * (added_s + out_s + in_s + tokens * spread * prefix_s + back_s)
         if way.scratch:  # K and V travel while the replica attends
             travel_s = tokens * (self._compute_nic_s(kept) + spread * self._memory_nic_s(kept))
             path = path - min(having, 1) * np.minimum(tokens * own_s, travel_s)
-        load = (self.together * self.dense_s + having * added_s) / self.replicas
+        load = (self.together * self.dense_s + having * added_s) * self.busiest_share
         arriving_s = tokens * self._memory_nic_s(kept + asked * query) / way.memory_workers
         wire = np.maximum(
             (self.together * here_s + having * out_s) / self.replicas,

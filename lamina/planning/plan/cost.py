@@ -310,10 +310,15 @@ class CostModel:
 
     def decode_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
         """Return seconds for which a decode step occupies a compute worker: slices, messages, sampling."""
+        layer, ends = self.decode_parts(rows, tensor_parallel)
+        return np.asarray(self.shape.layers * layer + ends)
+
+    def decode_parts(self, rows: ArrayLike, tensor_parallel: int = 1) -> tuple[Floats, Floats]:
+        """Return the seconds of ``decode_seconds`` of one layer, and of the rest: the model's ends and sampling."""
         rows, runtime = np.asarray(rows, dtype=np.float64), self.fits.runtime
-        exchange = self.shape.layers * (runtime.exchange_s + runtime.exchange_row_s * rows)
+        layer = self.slice_seconds(rows, tensor_parallel) + runtime.exchange_s + runtime.exchange_row_s * rows
         sampling = runtime.step_s + runtime.step_row_s * rows
-        return self.pass_seconds(rows, tensor_parallel) + exchange + sampling
+        return layer, self.ends_seconds(rows, tensor_parallel) + sampling
 
     def attention_seconds(self, kv_tokens: ArrayLike, rows: ArrayLike, heads_share: float = 1.0) -> Floats:
         """Return seconds of one layer's decode attention on one device.

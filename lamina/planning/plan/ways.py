@@ -1,8 +1,8 @@
 """Enumerates ways to serve a model on given devices: layouts of pools, parallelism and lanes.
 
-A ``Way`` is a layout of Lamina: attention offloaded to a second pool; one pool with KV beside each copy of the weights
-(local memory); prefill apart from decode, on one or two kinds, with local memory. ``baselines`` are layouts of another
-system with one pool, for comparison.
+A ``Way`` is a layout of Lamina: attention offloaded to a memory pool; one pool with KV beside each copy of the weights
+(local memory); prefill apart from decode, on one or two kinds, with local memory. A copy of the weights has ranks,
+stages, or both. ``baselines`` are layouts of another system with one pool, for comparison.
 """
 
 import enum
@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from lamina.planning.plan.cost import MEMORY_SHARE_USABLE
 from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.model_shapes import ModelShape
 from lamina.planning.plan.prices import Prices
+from lamina.planning.plan.stages import STAGES, fewest_stages
 from lamina.planning.plan.workload import Workload
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -54,6 +56,11 @@ class Kind(enum.Enum):
         return Kind.OFFLOADED.value if self.is_lamina else self.value
 
     @property
+    def has_local(self) -> bool:
+        """Whether replicas hold KV beside the weights (``--memory local``)."""
+        return self in (Kind.LOCAL, Kind.PREFILL)
+
+    @property
     def divides_roles(self) -> bool:
         """Whether some workers only prefill, and the others only decode."""
         return self is Kind.PREFILL
@@ -78,11 +85,14 @@ class Way:
     Attributes:
         kind: The system.
         chunk: Most rows of a step (max_num_batched_tokens).
-        compute: Hardware of the pool with weights; if roles are divided, of the pool that prefills.
+        compute: Hardware of the pool with weights; if roles are divided, of the pool that decodes.
         compute_workers: Workers of that pool.
-        memory: Hardware of the memory pool; if roles are divided, of the pool that decodes; None without a second pool.
-        memory_workers: Workers of that pool.
-        tensor_parallel: Devices of one copy of the weights, in both pools.
+        memory: Hardware of the memory workers; None without any.
+        memory_workers: Their number.
+        prefill: Hardware of the pool that only runs prompts; None unless roles are divided.
+        prefill_workers: Workers of that pool.
+        tensor_parallel: Devices of one copy of the weights, or of one stage of it, in both pools.
+        stages: Stages of each copy of the weights (``--pipeline-parallel``).
         lanes: Lanes with ``OFFLOADED``, else 1.
         segment: With ``OFFLOADED``, most tokens of a sequence on one memory worker if others have free KV; None: any.
         partition: With ``OFFLOADED``, how memory workers divide attention.
@@ -96,7 +106,10 @@ class Way:
     compute_workers: int
     memory: Hardware | None = None
     memory_workers: int = 0
+    prefill: Hardware | None = None
+    prefill_workers: int = 0
     tensor_parallel: int = 1
+    stages: int = 1
     lanes: int = 1
     segment: int | None = None
     partition: Partition = Partition.REQUEST
@@ -104,41 +117,66 @@ class Way:
 
     @property
     def second(self) -> Hardware:
-        """Hardware of the second pool, which must exist."""
+        """Hardware of the memory workers, which must exist."""
         assert self.memory is not None
         return self.memory
 
     @property
+    def prompts(self) -> Hardware:
+        """Hardware on which prompts run."""
+        return self.prefill or self.compute
+
+    @property
+    def pools(self) -> list[tuple[Hardware, int]]:
+        """Hardware and workers of each pool: the one that prefills, the one with weights, the memory workers."""
+        prefill, memory = (self.prefill, self.prefill_workers), (self.memory, self.memory_workers)
+        return [(kind, count) for kind, count in (prefill, (self.compute, self.compute_workers), memory) if kind]
+
+    @property
+    def kinds(self) -> list[str]:
+        """The different kinds of hardware."""
+        return list(dict.fromkeys(kind.kind for kind, _ in self.pools))
+
+    @property
+    def group(self) -> int:
+        """Devices of one copy of the weights."""
+        return self.tensor_parallel * self.stages
+
+    @property
     def replicas(self) -> int:
         """Copies of the weights in the compute pool."""
-        return self.compute_workers // self.tensor_parallel
+        return self.compute_workers // self.group
+
+    @property
+    def prefill_replicas(self) -> int:
+        """Copies of the weights in the pool that prefills."""
+        return self.prefill_workers // self.group
 
     @property
     def rotates(self) -> bool:
         """Whether lanes rotate over replicas."""
-        return self.kind is Kind.OFFLOADED and self.lanes == self.replicas + 1
+        return self.kind is Kind.OFFLOADED and self.stages == 1 and self.lanes == self.replicas + 1
 
     def usd_per_hour(self, prices: Prices) -> tuple[float, float]:
-        """Return the hourly cost of each pool, with its network if there are two."""
-        two = self.memory is not None
-        compute = prices.usd_per_hour(self.compute, networked=two) * self.compute_workers
-        return compute, prices.usd_per_hour(self.second, networked=True) * self.memory_workers if two else 0.0
+        """Return the hourly cost of the pool that runs prompts, and of the others, with their network if there are."""
+        usd = [prices.usd_per_hour(kind, networked=len(self.pools) > 1) * count for kind, count in self.pools]
+        return usd[0], sum(usd[1:])
 
     def describe(self) -> str:
         """Return the pools in words."""
-        copies = f"{self.replicas} x TP{self.tensor_parallel}"
+        degrees = f"TP{self.tensor_parallel}" + (f" x {self.stages} stages" if self.stages > 1 else "")
+        copies, compute = f"{self.replicas} x {degrees}", f"{self.compute.kind}:{self.compute_workers}"
         if self.kind is Kind.LOCAL:
-            return f"{self.compute.kind}:{self.compute_workers} with local memory, {copies}"
+            return f"{compute} with local memory, {copies}"
         if self.kind is Kind.ONE_POOL:
-            return f"{self.compute.kind}:{self.compute_workers} alone, {copies}"
-        second = f"{self.second.kind}:{self.memory_workers}"
-        if self.kind.divides_roles:
-            return f"{self.compute.kind}:{self.compute_workers} prefill, {second} decode, TP{self.tensor_parallel}"
+            return f"{compute} alone, {copies}"
+        if self.kind is Kind.PREFILL:
+            return f"{self.prompts.kind}:{self.prefill_workers} prefill, {compute} decode, {degrees}"
         order = "rotating" if self.rotates else "fixed"
         parts = f", KV in parts of {self.segment}" if self.segment else ""
         parts += ", prompts attend on compute" if self.scratch else ""
         return (
-            f"{self.compute.kind}:{self.compute_workers} + {second} memory, {copies}, {self.lanes} {order} lanes{parts}"
+            f"{compute} + {self.second.kind}:{self.memory_workers} memory, {copies}, {self.lanes} {order} lanes{parts}"
         )
 
 
@@ -217,7 +255,7 @@ def ways(
     one chunk, of ``longest_prompt`` tokens at most, attend to no earlier chunks.
     """
     kinds = _kinds(compute, memory)
-    for way in layouts(shape, compute, memory):
+    for way in layouts(shape, compute, memory, staged=True):
         if way.partition is Partition.REQUEST:
             stays = way.replicas == 1 or not way.rotates
             for chunk, segment in product(CHUNKS, segments if way.memory_workers > 1 else (None,)):
@@ -245,27 +283,41 @@ def _kinds(
 
 
 def layouts(
-    shape: ModelShape, compute: Sequence[tuple[Hardware, int]], memory: Sequence[tuple[Hardware, int]]
+    shape: ModelShape,
+    compute: Sequence[tuple[Hardware, int]],
+    memory: Sequence[tuple[Hardware, int]],
+    staged: bool = False,
 ) -> Iterator[Way]:
-    """Yield every way to offload attention, with at most the given workers of each kind, at the default chunk."""
+    """Yield every way to offload attention, with at most the given workers of each kind, at the default chunk.
+
+    With ``staged``, copies of the weights have the fewest stages that hold these, if there are enough workers: stages
+    need no room for KV, so that further devices serve as much in further copies.
+    """
     for (kind, most), (memory_kind, most_memory) in product(compute, memory):
         for degree in _degrees(shape):
-            for replicas, workers in product(range(1, most // degree + 1), range(1, most_memory + 1)):
-                for lanes, partition in product(_lanes(replicas), Partition):
+            parts = fewest_stages(shape, MEMORY_SHARE_USABLE * kind.memory_bytes, degree) if staged else 1
+            parts = parts if parts and degree * parts <= most else 1
+            group = degree * parts
+            for replicas, workers in product(range(1, most // group + 1), range(1, most_memory + 1)):
+                for lanes, partition in product(_lanes(replicas, parts), Partition):
                     if partition is Partition.REQUEST or (workers > 1 and shape.kv_heads % workers == 0):
                         yield Way(
                             compute=kind,
-                            compute_workers=replicas * degree,
+                            compute_workers=replicas * group,
                             memory=memory_kind,
                             memory_workers=workers,
                             tensor_parallel=degree,
+                            stages=parts,
                             lanes=lanes,
                             partition=partition,
                         )
 
 
-def _lanes(replicas: int) -> list[int]:
-    """Return the numbers of lanes to try: one more than replicas, rotating, and one to three per replica, fixed."""
+def _lanes(replicas: int, stages: int = 1) -> list[int]:
+    """Return the numbers of lanes to try: one more than replicas, rotating, and one to three per replica, fixed; one or
+    two per stage if there are several."""
+    if stages > 1:
+        return [each * replicas * stages for each in (1, 2)]
     return sorted({replicas + 1, *(each * replicas for each in (1, 2, 3))})
 
 
@@ -273,9 +325,18 @@ def _one_pool(
     shape: ModelShape, system: Kind, kind: Hardware, most: int, affords: Callable[[Way], bool]
 ) -> Iterator[Way]:
     """Yield ways of one pool with as many copies of the weights as ``affords`` allows, but at least one."""
-    for degree, chunk in product(_degrees(shape), CHUNKS):
-        for copies in range(most // degree, 0, -1):
-            way = Way(kind=system, chunk=chunk, compute=kind, compute_workers=copies * degree, tensor_parallel=degree)
+    stages = STAGES if system is Kind.LOCAL else (1,)
+    for degree, parts, chunk in product(_degrees(shape), stages, CHUNKS):
+        group = degree * parts
+        for copies in range(most // group, 0, -1):
+            way = Way(
+                kind=system,
+                chunk=chunk,
+                compute=kind,
+                compute_workers=copies * group,
+                tensor_parallel=degree,
+                stages=parts,
+            )
             if copies == 1 or affords(way):
                 yield way
                 break
@@ -293,10 +354,10 @@ def _apart(
                     kind=Kind.PREFILL,
                     scratch=scratch,
                     chunk=CHUNKS[-1],
-                    compute=kind,
-                    compute_workers=prefilling * degree,
-                    memory=other,
-                    memory_workers=decoding * degree,
+                    prefill=kind,
+                    prefill_workers=prefilling * degree,
+                    compute=other,
+                    compute_workers=decoding * degree,
                     tensor_parallel=degree,
                 )
 
@@ -319,16 +380,16 @@ def rivals(found: Sequence[Capacity], best_usd: float) -> list[Capacity]:
 
 
 def shortlist(found: Sequence[Capacity]) -> list[Capacity]:
-    """Return the ways to simulate: the cheapest for every system, pair of kinds and number of lanes.
+    """Return the ways to simulate: the cheapest for every system, kinds and number of lanes, with stages and without.
 
     At most ``SHORTLISTED`` ways, with at least one of every system.
     """
-    best: dict[tuple[Kind, str, str, bool, int], Capacity] = {}
+    best: dict[tuple[object, ...], Capacity] = {}
     for one in sorted(found, key=lambda one: (one.usd_per_request, one.usd_per_hour)):
         way = one.way
-        offloaded = way.kind is Kind.OFFLOADED
-        memory, each = way.memory.kind if way.memory else "", 0 if way.rotates else way.lanes // way.replicas
-        best.setdefault((way.kind, way.compute.kind, memory, way.rotates, each if offloaded else 0), one)
+        kinds = tuple(kind.kind for kind, _ in way.pools)
+        each = 0 if way.rotates or way.kind is not Kind.OFFLOADED else way.lanes // (way.replicas * way.stages)
+        best.setdefault((way.kind, kinds, way.stages > 1, way.rotates, each), one)
     kept = sorted(best.values(), key=lambda one: one.usd_per_request)
     first = {one.way.kind: one for one in reversed(kept)}.values()
     others = [one for one in kept if not any(one is chosen for chosen in first)]

@@ -15,7 +15,6 @@ from lamina.cluster.sizing import uses_scratch
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
 from lamina.core.pipeline import Pipeline
-from lamina.core.stages import divide
 from lamina.core.types import Balance, Pipelining, PromptAttention
 from lamina.planning.plan.closed_form import scratch_tokens
 from lamina.planning.plan.cost import CostModel, Fits
@@ -25,6 +24,7 @@ from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.plan.model_shapes import ModelShape
 from lamina.planning.plan.overheads import AS_PUBLISHED, NO_OVERHEAD, Engine
 from lamina.planning.plan.prices import Prices
+from lamina.planning.plan.stages import kv_tokens
 from lamina.planning.plan.workload import Content, TracedRequest
 
 Ints = NDArray[np.int64]
@@ -250,12 +250,8 @@ class Deployment:
         """Tokens of KV of each memory worker or, with local memory, of each copy of the weights."""
         if not self.local:
             return self.memory_cost.kv_tokens
-        usable, shape = self.tensor_parallel * (self.compute_cost.usable_bytes - self.reserved_bytes), self.model
-        if self.pipeline_parallel == 1:
-            return int((usable - shape.weight_bytes) / shape.kv_bytes_per_token)
-        layer = shape.kv_bytes_per_token / shape.layers
-        stages = _stages(shape, self.pipeline_parallel)  # the one with the least room counts
-        return min(int((usable - weights) / (layer * layers)) for weights, layers in stages if layers)
+        usable = self.tensor_parallel * (self.compute_cost.usable_bytes - self.reserved_bytes)
+        return int(kv_tokens(self.model, self.pipeline_parallel, usable))
 
     @property
     def reserved_bytes(self) -> float:
@@ -369,29 +365,6 @@ def scratch_of(
         else scratch_tokens(one.compute_cost, one.group, longest, beside_kv, one.reserved_bytes if local else 0.0)
         for replica, one in enumerate(holders)
     ]
-
-
-def stage_starts(shape: ModelShape, stages: int) -> tuple[int, ...]:
-    """Return the first slice of each stage, as compute workers divide the model. Raises ConfigError."""
-    return divide(_slice_weights(shape), stages)
-
-
-def _stages(shape: ModelShape, stages: int) -> list[tuple[int, int]]:
-    """Return, by stage, the bytes of its weights, and how many layers have their attention there."""
-    slices, starts = _slice_weights(shape), stage_starts(shape, stages)
-    parts = [slices[start:stop] for start, stop in zip(starts, (*starts[1:], len(slices)), strict=True)]
-    held = [sum({name: nbytes for one in part for name, nbytes in one.items()}.values()) for part in parts]
-    return [(weights, len(part) - (part is parts[-1])) for weights, part in zip(held, parts, strict=True)]
-
-
-def _slice_weights(shape: ModelShape) -> list[dict[str, int]]:
-    """Return the bytes of the weights that each slice needs, by name."""
-    ends = shape.vocabulary * shape.hidden * shape.dtype.itemsize
-    layer = (shape.weight_bytes - ends * (1 if shape.tied_embeddings else 2)) // shape.layers
-    before = round(shape.hidden * shape.head_size * (shape.query_heads + 2 * shape.kv_heads) * shape.dense_itemsize)
-    slices = [{f"{k} after": layer - before, f"{k + 1} before": before} for k in range(shape.layers - 1)]
-    first, last = {"embedding": ends, "0 before": before}, {f"{shape.layers - 1} after": layer - before}
-    return [first, *slices, last | {"embedding" if shape.tied_embeddings else "head": ends}]
 
 
 @lru_cache(maxsize=32)

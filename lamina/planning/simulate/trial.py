@@ -162,9 +162,7 @@ class Course:
     def _steps_of_request(self, capacity: Capacity) -> float:
         """Return the steps per request; every group of sequences that decode together has its own steps."""
         way, workload = capacity.way, self._workload
-        groups = way.lanes if way.kind is Kind.OFFLOADED else way.replicas
-        if way.kind.divides_roles:
-            groups = way.memory_workers // way.tensor_parallel
+        groups = way.lanes if way.kind is Kind.OFFLOADED else way.replicas * way.stages
         return workload.output * groups / capacity.batch + (workload.prompt - capacity.found) / way.chunk
 
     def arrivals(self, requests: int, rate: float) -> Arrivals:
@@ -175,23 +173,23 @@ class Course:
     def deployment(self, capacity: Capacity) -> Deployment:
         """Return the deployment of a way, with ``max_num_seqs`` for the closed form's batch."""
         way = capacity.way
-        apart = way.kind is Kind.PREFILL
         return Deployment(
             model=self._shape,
-            compute=way.second if apart else way.compute,
-            compute_workers=way.memory_workers if apart else way.compute_workers,
-            memory=None if apart else way.memory,
-            memory_workers=0 if apart else way.memory_workers,
-            prefill=way.compute if apart else None,
-            prefill_workers=way.compute_workers if apart else 0,
-            local=apart or way.kind is Kind.LOCAL,
+            compute=way.compute,
+            compute_workers=way.compute_workers,
+            memory=way.memory,
+            memory_workers=way.memory_workers,
+            prefill=way.prefill,
+            prefill_workers=way.prefill_workers,
+            local=way.kind.has_local,
             tensor_parallel=way.tensor_parallel,
+            pipeline_parallel=way.stages,
             lanes=way.lanes if way.kind is Kind.OFFLOADED else None,
             pipelining="rotational" if way.rotates else "fixed" if way.kind is Kind.OFFLOADED else "auto",
             max_num_seqs=min(way.chunk, capacity.seats or max(16, 2 * capacity.batch)),
             max_num_batched_tokens=way.chunk,
             kv_tokens_per_worker=way.segment,
-            prompt_attention="memory" if not way.scratch else "auto" if apart else "compute",
+            prompt_attention="memory" if not way.scratch else "auto" if way.kind.divides_roles else "compute",
             profile=self._profile,
             prices=self._prices,
             engine=self._engine.lamina if way.kind.is_lamina else self._engine,

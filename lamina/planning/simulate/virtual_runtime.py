@@ -28,6 +28,7 @@ from lamina.core.steps import StepPlan
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Request, Segment
 from lamina.kv.placement import Placement
+from lamina.planning.plan.stages import stage_starts
 from lamina.planning.simulate.repeats import Repeat, Repeats
 from lamina.planning.simulate.result import Decisions, PoolUse, RequestLog, Result, State, Stops
 from lamina.planning.simulate.scenario import (
@@ -39,7 +40,6 @@ from lamina.planning.simulate.scenario import (
     holders_of,
     require_simulated,
     scratch_of,
-    stage_starts,
 )
 from lamina.planning.simulate.sequences import Drawn, Numbers, requests_of
 from lamina.planning.simulate.step_times import Lent, LocalStepModel, SplitSequence, StepModel

@@ -278,13 +278,16 @@ def test_two_kinds_of_machines_need_a_market_with_rdma() -> None:
     kinds = hardware.load()
     apart = Way(
         kind=Kind.PREFILL,
+        prefill=kinds["rtx4090"],
+        prefill_workers=1,
         compute=kinds["h100"],
         compute_workers=1,
-        memory=kinds["rtx4090"],
-        memory_workers=1,
         chunk=128,
     )
-    alike, alone = replace(apart, memory=kinds["h100"]), replace(apart, kind=Kind.LOCAL, memory=None, memory_workers=0)
+    alike, alone = (
+        replace(apart, prefill=kinds["h100"]),
+        replace(apart, kind=Kind.LOCAL, prefill=None, prefill_workers=0),
+    )
     pods, paper = (SimpleNamespace(prices=prices.load(name)) for name in ("pods", "paper"))
     (warning,) = plan_ways._without_rdma(pods, apart)  # type: ignore[arg-type]
     assert "RDMA" in warning and "--prices FILE" in warning

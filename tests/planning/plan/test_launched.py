@@ -50,19 +50,25 @@ TOKENS = 8
 def kind_of(way: Way) -> str:
     """What makes the line of a way differ from other lines, besides numbers."""
     words = [way.kind.value, f"TP{way.tensor_parallel}" * (way.tensor_parallel > 1), "copies" * (way.replicas > 1)]
+    words.append("stages" * (way.stages > 1))
     if way.kind is Kind.OFFLOADED:
-        order = "rotating" if way.rotates else "fixed" if way.lanes == way.replicas else "several fixed"
+        each = way.lanes // (way.replicas * way.stages)
+        order = "rotating" if way.rotates else "fixed" if each == 1 else "several fixed"
         divided = "by heads" * (way.partition is Partition.HEAD), "in parts" * (way.segment is not None)
         words += [order, *divided, "memories" * (way.memory_workers > 1), "prompts on compute" * way.scratch]
     return ", ".join(filter(None, words))
 
 
 def lines(compute: Hardware, memory: Hardware) -> dict[str, tuple[Way, str]]:
-    """The line of the smallest way of each kind, on up to four and two workers."""
+    """The line of the smallest way of each kind, on up to four and two workers.
+
+    Also on workers that are too small for the weights, which stages divide.
+    """
     found: dict[str, Way] = {}
-    pools = [(compute, 4)], [(memory, 2)]
+    pools, small = ([(compute, 4)], [(memory, 2)]), replace(compute, memory_bytes=0.9 * SHAPE.weight_bytes)
     every = [*ways(SHAPE, *pools, (None, SEGMENT)), *ways(SHAPE, [(compute, 1)], []), *layouts(SHAPE, *pools)]
-    for way in sorted(every, key=lambda way: (way.compute_workers + way.memory_workers, way.lanes)):
+    every += ways(SHAPE, [(small, 4)], [(memory, 2)])
+    for way in sorted(every, key=lambda way: (sum(workers for _, workers in way.pools), way.lanes)):
         # Scratch memory knows nothing of further memory workers.
         varies = not way.scratch or way.memory_workers == 1 or way.kind is Kind.PREFILL
         if varies and obstacle(way, SHAPE, MODEL) is None:
@@ -98,7 +104,7 @@ def serves(
     way: Way, line: str, target: Target, workers: list[psutil.Process], prompts: list[str], **variables: str
 ) -> list[str]:
     """Start a line as it is printed, but for the type of elements, and return the text after each prompt."""
-    for number in range(way.tensor_parallel):  # once, instead of in every worker
+    for number in range(way.tensor_parallel * (way.stages == 1)):  # once, instead of in every worker
         prepare(directory.find(MODEL), DType.FLOAT32, lambda: None, target, Rank(number, way.tensor_parallel))
     words = shlex.split(line)
     assert words[:2] == ["lamina", "launch"]
@@ -106,9 +112,8 @@ def serves(
     workers += server.workers()
     try:
         commands = [" ".join(worker.cmdline()) for worker in workers]
-        second, apart = way.memory_workers, way.kind is Kind.PREFILL
-        assert sum("lamina.compute" in command for command in commands) == way.compute_workers + second * apart
-        assert sum("lamina.memory.worker" in command for command in commands) == (0 if apart else second)
+        assert sum("lamina.compute" in command for command in commands) == way.compute_workers + way.prefill_workers
+        assert sum("lamina.memory.worker" in command for command in commands) == way.memory_workers
         body = {"prompt": prompts, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=RUN_S).json()
     finally:
@@ -121,7 +126,10 @@ ON_CPUS = lines(CPU, CPU)
 ORDINARY = [
     "local",
     "local, TP2, copies",
+    "local, copies, stages",
+    "local, TP2, stages",
     "prefill-apart",
+    "lamina, stages, fixed",
     "lamina, rotating",
     "lamina, copies, several fixed, in parts, memories",
     "lamina, copies, fixed, prompts on compute",
@@ -129,8 +137,7 @@ ORDINARY = [
 
 
 @pytest.mark.parametrize("name", sorted(ON_CPUS))
-def test_no_line_is_refused_or_has_stages(name: str) -> None:
-    """The planner prints no line with stages and local memory together, which ``lamina launch`` refuses."""
+def test_no_line_is_refused(name: str) -> None:
     way, line = ON_CPUS[name]
     words = shlex.split(line)[4:]
     given = dict(zip(words[::2], words[1::2], strict=True))
@@ -139,7 +146,7 @@ def test_no_line_is_refused_or_has_stages(name: str) -> None:
     config = EngineConfig(**settings)
     require_allowed(config, pool.kinds(parse_computes(config)), pool.kinds(pool.parse(settings["memory"])))
     there = "auto" if way.kind is Kind.PREFILL else "compute"  # where scratch memory is the default
-    assert config.pipeline_parallel == 1 and (config.prompt_attention == there) == way.scratch
+    assert config.pipeline_parallel == way.stages and (config.prompt_attention == there) == way.scratch
 
 
 @pytest.mark.parametrize("kind", sweep(ON_CPUS, ORDINARY), ids=str)
@@ -152,6 +159,7 @@ EMULATED = [
     "local",
     "local, copies",
     "local, TP2, copies",
+    "local, stages",
     "prefill-apart",
     "prefill-apart, TP2",
     "lamina, TP2, fixed",
@@ -164,7 +172,6 @@ EMULATED = [
 def test_a_line_on_gpus(name: str, workers: list[psutil.Process], expected: list[str]) -> None:
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     way, line = ON_GPUS[name]
-    role = "prefill" if way.kind is Kind.PREFILL else "compute"
-    assert f"--{role} {way.compute.kind}:{way.compute_workers}" in line and way.compute.kind in ("h100", "h20")
+    assert all(f"{kind.kind}:{workers}" in line and kind.kind in ("h100", "h20") for kind, workers in way.pools)
     texts = serves(way, line, Target.GPU, workers, PROMPTS[:2], LAMINA_EMULATED_GPUS="h100:4,h20:2")
     assert texts == expected[:2]

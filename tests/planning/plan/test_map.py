@@ -36,8 +36,8 @@ def test_a_cell_has_the_cheapest_of_both_sides() -> None:
     place = Server(SMALL, served, COSTS, RENTS, Slo())
     candidates = (*baselines(SMALL, *POOLS), *ways(SMALL, *POOLS))
     every = [one for way in candidates if (one := place.evaluate(way)) is not None]
-    alone = [one for one in every if one.way.memory is None or one.way.memory.kind == one.way.compute.kind]
-    together = [one for one in every if one.way.memory is not None and one.way.memory.kind != one.way.compute.kind]
+    alone = [one for one in every if len(one.way.kinds) == 1]
+    together = [one for one in every if len(one.way.kinds) > 1]
     assert cell.offloaded is not None and cell.offloading is not None and cell.gain >= cell.offloading
     # The map tries fewer chunks and counts: it finds nothing cheaper than all ways, and nothing much dearer.
     for found, best in ((cell.alone, alone), (cell.together, together)):

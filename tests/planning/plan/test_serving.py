@@ -83,7 +83,8 @@ def test_one_pool_has_as_many_copies_as_the_budget_allows() -> None:
     """All that there are, without one; one of them, if the budget allows none: plans then say why."""
     for most, copies in ((8, 8), (5, 5), (0, 1)):
         every = ways(SMALL, *pools(8, 8), affords=lambda way: way.compute_workers <= most)  # noqa: B023
-        found = {way.tensor_parallel: way.compute_workers for way in every if way.kind is Kind.LOCAL}
+        local = [way for way in every if way.kind is Kind.LOCAL and way.stages == 1]
+        found = {way.tensor_parallel: way.compute_workers for way in local}
         assert found == {degree: max(copies // degree, 1) * degree for degree in (1, 2, 4, 8)}
 
 
@@ -107,10 +108,10 @@ def test_prefixes_on_a_replica_that_decodes_cost_what_the_simulator_says() -> No
         kind=Kind.PREFILL,
         scratch=True,
         chunk=4096,
-        compute=CATALOGUE["h100"],
+        prefill=CATALOGUE["h100"],
+        prefill_workers=2,
+        compute=CATALOGUE["h20"],
         compute_workers=2,
-        memory=CATALOGUE["h20"],
-        memory_workers=2,
         tensor_parallel=2,
     )
     found = server(served, slo).evaluate(way)
@@ -119,6 +120,54 @@ def test_prefixes_on_a_replica_that_decodes_cost_what_the_simulator_says() -> No
     for factor, holds in ((0.9, True), (1.1, False)):
         result = course.simulate(found, factor * found.requests_s, 1000)
         assert course.within_slos(result) == holds and result.prefix_hit > 0.45 * result.prefix_queried
+
+
+@pytest.mark.parametrize(
+    ("degree", "stages", "prompt", "output"), [(2, 4, 1000, 200), (2, 6, 200, 400), (1, 12, 1000, 200)]
+)
+def test_stages_serve_what_the_simulator_says(degree: int, stages: int, prompt: int, output: int) -> None:
+    """A model of 140 GB on GPUs of 24 GB: bubbles, and steps that wait for each other, with random arrivals.
+
+    With long outputs, a replica decodes as many sequences as a step has rows, the most that the runtime accepts.
+    """
+    served, slo = workload.of_lengths(prompt, output), Slo(tbt_s=0.6, ttft_s=10.0)
+    shape = model_shapes.find("Llama-3-70B")
+    costs = {"rtx4090": CostModel(shape, CATALOGUE["rtx4090"], Fits.load(CATALOGUE["rtx4090"]))}
+    way = Way(
+        kind=Kind.LOCAL,
+        chunk=256,
+        compute=CATALOGUE["rtx4090"],
+        compute_workers=degree * stages,
+        tensor_parallel=degree,
+        stages=stages,
+    )
+    market = prices.load("runpod")
+    found = Server(shape, served, costs, market, slo).evaluate(way)
+    assert found is not None
+    trial = Course(shape, served, [], market, slo, turnovers=4).highest_load(found)
+    assert trial is not None and trial.requests_s == pytest.approx(found.requests_s, rel=0.15)
+
+
+def test_plans_have_the_stages_that_weights_need() -> None:
+    """With memory workers, as few as hold the weights; with KV beside the weights, more too."""
+    shape, small = model_shapes.find("Llama-3-70B"), [(CATALOGUE["rtx4090"], 8)]
+    every = list(ways(shape, small, small))
+    fits = [way for way in every if way.tensor_parallel * way.stages * 0.9 * 25.77e9 > shape.weight_bytes]
+    assert {(way.tensor_parallel, way.stages) for way in fits if way.kind is Kind.OFFLOADED} == {
+        (1, 8),
+        (2, 4),
+        (4, 2),
+        (8, 1),
+    }
+    assert {(way.tensor_parallel, way.stages) for way in fits if way.kind is Kind.LOCAL} == {
+        (1, 8),
+        (2, 4),
+        (4, 2),
+        (8, 1),
+    }
+    roomy = {way.stages for way in ways(SMALL, *pools(8, 1)) if way.kind is Kind.LOCAL and way.tensor_parallel == 1}
+    assert roomy == {1, 2, 3, 4, 6, 8}
+    assert {way.stages for way in ways(SMALL, *pools(8, 1)) if way.kind is not Kind.LOCAL} == {1}
 
 
 SERVED, BOUNDS = workload.of_lengths(800, 100), Slo(tbt_s=0.1, ttft_s=2.0)

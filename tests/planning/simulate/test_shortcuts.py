@@ -122,14 +122,16 @@ def test_a_request_that_arrives_while_a_step_runs_joins_the_next_that_is_not_pla
 
 def capacity(kind: Kind) -> Capacity:
     """A way on one H100, or two, with a rate to begin with."""
-    memory = CATALOGUE["h100"] if kind.divides_roles else CATALOGUE["h20"] if kind is Kind.OFFLOADED else None
+    memory, prefill = kind is Kind.OFFLOADED, kind.divides_roles
     way = Way(
         kind=kind,
         chunk=1024,
         compute=CATALOGUE["h100"],
         compute_workers=1,
-        memory=memory,
-        memory_workers=1 if memory else 0,
+        memory=CATALOGUE["h20"] if memory else None,
+        memory_workers=int(memory),
+        prefill=CATALOGUE["h100"] if prefill else None,
+        prefill_workers=int(prefill),
         lanes=2 if kind is Kind.OFFLOADED else 1,
     )
     return Capacity(

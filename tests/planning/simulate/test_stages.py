@@ -9,8 +9,8 @@ import pytest
 from lamina.core.errors import ConfigError
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.plan.cost import NETWORK_SHARE
+from lamina.planning.plan.stages import stage_starts
 from lamina.planning.simulate import Arrivals, Deployment, System, simulate
-from lamina.planning.simulate.scenario import stage_starts
 
 A100 = hardware.load()["a100"]
 LLAMA = model_shapes.find("Llama-2-7B")
