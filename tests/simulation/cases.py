@@ -70,6 +70,7 @@ def _layout(
     memories: int,
     prefill: int = 0,
     jitter: float = 1.0,
+    data: float = 1.0,
     pace: Pace = USUAL,
     knobs: Mapping[tuple[str, str], object] = MappingProxyType({}),
     **settings: Any,
@@ -79,7 +80,7 @@ def _layout(
     config = EngineConfig(
         compute=f"cpu:{computes}",
         prefill=f"cpu:{prefill}" if prefill else None,
-        memory=f"cpu:{memories}",
+        memory=f"cpu:{memories}" if memories else "local",
         transport="tcp",
         threads=1,
         max_model_len=LONGEST,
@@ -88,7 +89,7 @@ def _layout(
         max_num_seqs=8,
         **chosen,
     )
-    return Layout(computes + prefill, memories, False, config, {"control": jitter}, pace, knobs)
+    return Layout(computes + prefill, memories, not memories, config, {"control": jitter, "data": data}, pace, knobs)
 
 
 def _asked(prompt: Sequence[int], tokens: int, n: int = 1, stops: bool = False, abort_at: float | None = None) -> Asked:
@@ -174,6 +175,13 @@ CASES = [
             (0.3, "scale", 0.0, 0.0, {"compute": 1}, []),
             (0.3, "kill", 0.0, ONE, {}, ["linked"]),
         ),
+    ),
+    Case(
+        # Sums are slower than the engine, which releases a sequence in the plan that follows its last token.
+        "draws_released",
+        _layout(2, 0, jitter=20.0, data=400.0, tensor_parallel=2, lanes=6, max_num_batched_tokens=64),
+        [_asked([*range(40), number], 1) for number in range(60)],
+        [],
     ),
     Case("aborted_twice", _layout(1, 1), [_asked(range(20), 20, abort_at=0.1)], []),
 ]

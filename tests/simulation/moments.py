@@ -50,9 +50,16 @@ def _recomputed_in_part(engine: Any) -> Collection[str]:
     }
 
 
+def _unaware(engine: Any) -> Collection[str]:
+    """Return members that have yet to apply a change of members."""
+    record = engine._members._record
+    return () if record._pending is None else record._waiting
+
+
 MOMENTS: Mapping[str, Callable[[Any], bool | Collection[str]]] = {
     "linking": lambda engine: _joins(engine, JoinStage.LINKING),
     "linked": lambda engine: _joins(engine, JoinStage.LINKED),
+    "changing": _unaware,
     "draining": lambda engine: bool(engine._members.pools._leaves.names),
     "parting": lambda engine: bool(engine._members.pools._leaves.parted),
     "turning": lambda engine: bool(engine._members.pools._turning),

@@ -109,27 +109,6 @@ def test_cases_that_have_brought_faults_about_pass() -> None:
     ]
 
 
-DRAWN_LATE = "--seed", 620010, "--steps", 400, "--faults", "", "--no-shrink"
-
-
-def test_a_rank_draws_before_it_forgets_a_sequence_that_rank_0_has_drawn_for() -> None:
-    """Sums are slower than the engine, which releases the sequence in the next plan."""
-    simulate(*DRAWN_LATE)
-
-
-@pytest.mark.slow
-def test_a_rank_that_forgets_too_early_is_found() -> None:
-    assert "KeyError" in simulate(*DRAWN_LATE, "--bug", "draws_released", status=1)
-
-
-@pytest.mark.slow
-def test_a_plan_is_not_run_if_a_worker_that_it_needs_died_while_it_joined() -> None:
-    """Other workers have seen its death, and the engine has not."""
-    run = "--seed", 700038, "--steps", 540, "--no-shrink"
-    simulate(*run)
-    assert "KeyError" in simulate(*run, "--bug", "plans_for_lost", status=1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_case_finds_its_fault(case: Case) -> None:
