@@ -28,6 +28,9 @@ SEATED = 0.97
 BATCHES = 12
 """Batches at which prompts are tried where prefixes are cached beside what decodes."""
 
+DEVIATIONS = 2.33
+"""Standard deviations above its mean at which a normal variable has its percentile PERCENTILE."""
+
 MOST_LENT = 0.9
 """Most of a step's time that is counted for attention to prefixes of other replicas' prompts."""
 
@@ -122,8 +125,11 @@ class Apart:
         """Return what replicas decode while they attend to the cached prefixes of the pool's prompts."""
         asking = math.ceil(way.prefill_replicas / way.replicas)
         share = min(MOST_LENT, asking * pool.lent_share)
-        longest = steps + np.minimum(asking * pool.longest_lent_s, steps * share / (1 - share))
         rates = way.replicas / (self.workload.output * steps / rows + pool.lent_s)
+        prompts = np.minimum(rates, pool.within_s) / way.replicas * steps  # that run beside a step, on average
+        lent_s = (prompts + DEVIATIONS * np.sqrt(prompts)) * pool.lent_s
+        lent_s = np.maximum(lent_s, asking * pool.longest_lent_s)
+        longest = steps + np.minimum(lent_s, steps * share / (1 - share))
         rates = np.where(longest <= SEATED * self.slo.tbt_s, rates, 0.0)
         within_s = pool.within_s if pool.within_s >= LEAST_LOAD * pool.prompts_s else 0.0
         return _Apart(min(within_s, float(rates.max())), found, pool, longest, rates)

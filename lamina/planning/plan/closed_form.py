@@ -19,7 +19,7 @@ from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.plan.queueing import queue_waits, replayed_sojourn
 from lamina.planning.plan.stages import stages_of
-from lamina.planning.plan.ways import Kind, Way, spreads_memory
+from lamina.planning.plan.ways import Kind, Way
 from lamina.planning.plan.workload import Workload
 
 PERCENTILE = 0.99
@@ -221,12 +221,8 @@ class Prompts:
             ends = float(model.ends_seconds(1, degree))
             return np.asarray(layers * model.slice_seconds(rows, degree) + ends)
 
-        if spreads_memory(degree, (way.prompts, way.compute)):  # prefixes are mostly in the replicas' own memory
-            lent = np.zeros_like(cached)
-            attention = layers * model.chunk_attention_seconds(computed, cached, degree)
-        else:
-            asking, lent = _asking_seconds(model, holder, way, computed, cached)
-            attention = layers * np.maximum(model.chunk_attention_seconds(computed, 0, degree), asking)
+        asking, lent = _asking_seconds(model, holder, way, computed, cached)
+        attention = layers * np.maximum(model.chunk_attention_seconds(computed, 0, degree), asking)
         asked = dense_s(computed) + attention
         again = dense_s(self._lengths) + layers * model.chunk_attention_seconds(self._lengths, 0, degree)
         asks = asked <= again  # else the runtime computes the prefix again

@@ -1,6 +1,7 @@
 """Predicts how long a simulated step's slices, attentions and messages take."""
 
 import collections
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -228,48 +229,78 @@ class StepModel(_Model):
 
 
 class Lent:
-    """Attention for steps of other replicas, as long as these steps are in flight: it lengthens the lender's own steps.
+    """Attention for steps of other replicas, which lengthens the lender's own steps by as much in all.
 
-    A lender attends once for each attention of such a step. Where the lender's slices are shorter than those of the
-    step, as beside a prompt that runs elsewhere, only some of its slices wait for that.
+    A step of the lender that is planned while such a step is in flight pays for the part that falls into it. What is
+    left when the other step completes lengthens the lender's next step, if the lender runs one at that time. So the
+    sum does not depend on when plans are made.
 
     Of several steps of a lane only the first runs.
     """
 
     def __init__(self) -> None:
-        self._steps: dict[int, tuple[int, dict[int, float], float]] = {}
+        self._steps: dict[int, _Borrowing] = {}
+        self._owed: dict[int, float] = {}  # by lender: seconds of attention for steps that have completed
 
     def __bool__(self) -> bool:
-        return bool(self._steps)
+        return any(one.left_s for one in self._steps.values()) or bool(self._owed)
 
-    def begin(self, step: int, lane: int, seconds: dict[int, float], period_s: float) -> None:
+    def begin(self, step: int, lane: int, own: int, seconds: dict[int, float], period_s: float) -> None:
         """Record what a step borrows.
 
         Args:
             step: Number of the step.
             lane: Its lane.
-            seconds: Seconds of one attention, by lender.
-            period_s: Seconds from one attention of the step to the next.
+            own: Replica that runs the step.
+            seconds: Seconds of all attentions of the step, by lender.
+            period_s: Seconds that the step takes.
         """
-        if seconds:
-            self._steps[step] = lane, seconds, period_s
+        shares = {lender: each / period_s for lender, each in seconds.items()}
+        self._steps[step] = _Borrowing(lane, own, dict(seconds), shares)
 
     def end(self, step: int) -> None:
-        """Forget a step that has completed."""
-        self._steps.pop(step, None)
+        """Record that a step has completed."""
+        if (ended := self._steps.pop(step, None)) is None:
+            return
+        busy = {one.own for one in self._steps.values()}
+        for lender, seconds in ended.left_s.items():
+            if seconds and lender in busy:
+                self._owed[lender] = self._owed.get(lender, 0.0) + seconds
 
-    def seconds(self, lender: int, slice_s: float) -> float:
-        """Return the seconds for which a lender attends for others between two of its slices, on average, and at most
-        once for each lane.
+    def pay(self, lender: int, step_s: float) -> float:
+        """Return the seconds for which a lender attends for others during its next step.
 
-        ``slice_s``: Seconds from one attention of the lender to the next if it lends nothing.
+        ``step_s``: Seconds that the step takes if the lender lends nothing.
         """
-        first: dict[int, tuple[float, float]] = {}
-        for lane, borrowed, period_s in self._steps.values():
-            first.setdefault(lane, (borrowed.get(lender, 0.0), period_s))
-        busy = sum(seconds / period_s for seconds, period_s in first.values())
-        once = sum(seconds for seconds, _ in first.values())
-        return once if busy >= 1 else min(once, slice_s * busy / (1 - busy))
+        first: dict[int, _Borrowing] = {}
+        for one in self._steps.values():
+            first.setdefault(one.lane, one)
+        served = [one for one in first.values() if one.left_s.get(lender)]
+        busy = sum(one.shares[lender] for one in served)
+        paid_s = self._owed.pop(lender, 0.0)
+        for one in served:  # of the time that the step takes then, each has its share
+            part_s = step_s * one.shares[lender] / (1 - busy) if busy < 1 else math.inf
+            part_s = min(one.left_s[lender], part_s)
+            one.left_s[lender] -= part_s
+            paid_s += part_s
+        return paid_s
+
+
+@dataclass(slots=True)
+class _Borrowing:
+    """A step in flight.
+
+    Attributes:
+        lane: Its lane.
+        own: Replica that runs it.
+        left_s: Seconds of attention that its lenders have not paid for yet.
+        shares: Shares of its time in which the lenders attend for it.
+    """
+
+    lane: int
+    own: int
+    left_s: dict[int, float]
+    shares: dict[int, float]
 
 
 @dataclass
@@ -345,8 +376,11 @@ class LocalStepModel(_Model):
         sent = asked + sum(one.kept for one in borrowed.values()) * self._kept_bytes
         elsewhere_s = max((sum(seconds) for _, *seconds in shares), default=0.0) + self._wire_s(sent)
         period_s = dense_s + max(attention_s, elsewhere_s)
-        self._lent.begin(plan.step, plan.lane, {place: seconds for place, _, seconds, _ in shares}, period_s)
-        busy_s = attention_s + self._lent.seconds(own, dense_s + attention_s)
+        layers = self._layers
+        lent = {place: layers * seconds for place, _, seconds, _ in shares if seconds}
+        paid_s = self._lent.pay(own, layers * (dense_s + attention_s))
+        self._lent.begin(plan.step, plan.lane, own, lent, layers * period_s)
+        busy_s = attention_s + paid_s / layers
         return rows, self._step_times(rows, draws, busy_s, sent, asked, _native.Shares(shares))
 
     def repeated(

@@ -80,28 +80,50 @@ def test_a_replica_that_attends_for_another_decodes_more_slowly() -> None:
     assert 0.5 * 150 * helped < longer[0] < 2 * 200 * helped + prompt_s
 
 
-def test_attention_lent_ends_with_the_steps_that_borrow() -> None:
+def test_a_lender_pays_once_for_each_step_that_borrows_whenever_its_own_steps_are_planned() -> None:
+    """Steps of replica 2 borrow 1 s in all from replica 0, whose steps are planned before, during and after them."""
+    for planned in ("before", "during", "after"):
+        lent, paid = Lent(), 0.0
+        for step in range(10):
+            if planned == "before":
+                paid += lent.pay(0, 30.0)
+                lent.begin(2 * step, 0, 0, {}, 30.0)
+            lent.begin(2 * step + 1, 1, 2, {0: 1.0}, 4.0)
+            if planned == "during":
+                paid += lent.pay(0, 30.0)
+                lent.begin(2 * step, 0, 0, {}, 30.0)
+            lent.end(2 * step + 1)
+            if planned == "after":
+                lent.begin(2 * step, 0, 0, {}, 30.0)
+                paid += lent.pay(0, 30.0)
+            lent.end(2 * step)
+        assert paid + lent.pay(0, 30.0) == (10.0 if planned != "after" else 0.0), planned
+        assert not lent
+
+
+def test_only_the_first_step_of_a_lane_borrows() -> None:
     lent = Lent()
-    lent.begin(1, 0, {1: 0.25}, 4.0)
-    lent.begin(2, 0, {1: 0.5}, 4.0)  # planned ahead
-    lent.begin(3, 2, {1: 1.0, 3: 2.0}, 4.0)
-    lent.begin(4, 1, {}, 4.0)
-    assert [lent.seconds(lender, 9.0) for lender in (0, 1, 3)] == [0.0, 1.25, 2.0]
+    lent.begin(1, 0, 0, {1: 0.25}, 4.0)
+    lent.begin(2, 0, 0, {1: 0.5}, 4.0)  # planned ahead
+    lent.begin(3, 2, 2, {1: 1.0, 3: 2.0}, 4.0)
+    assert [lent.pay(lender, 90.0) for lender in (0, 1, 3)] == [0.0, 1.25, 2.0]
+    assert lent.pay(1, 90.0) == 0.0, "each second is paid for once"
     lent.end(1)
-    lent.end(4)
-    assert lent.seconds(1, 9.0) == 1.5
+    assert lent.pay(1, 90.0) == 0.5
     lent.end(2)
     lent.end(3)
-    assert lent.seconds(1, 9.0) == lent.seconds(3, 9.0) == 0.0
+    assert lent.pay(1, 90.0) == lent.pay(3, 90.0) == 0.0 and not lent
 
 
-def test_a_lender_attends_once_for_each_attention_of_a_slower_step() -> None:
-    """By hand: a prompt asks once in 10 s, for 1 s; in the other 9 s, its lender runs 9 slices of 1 s."""
+def test_a_lender_pays_in_every_step_beside_a_longer_one() -> None:
+    """By hand: a step of 10 s borrows 1 s; in the other 9 s, its lender runs 9 steps of 1 s."""
     lent = Lent()
-    lent.begin(1, 0, {0: 1.0}, 10.0)
-    assert 9 * lent.seconds(0, 1.0) == pytest.approx(1.0)
-    lent.begin(2, 1, {0: 2.0}, 10.0)  # 3 s of 10 for both prompts, and 7 slices
-    assert 7 * lent.seconds(0, 1.0) == pytest.approx(3.0)
+    lent.begin(1, 0, 1, {0: 1.0}, 10.0)
+    assert [lent.pay(0, 1.0) for _ in range(9)] == pytest.approx([1 / 9] * 9)
+    lent = Lent()
+    lent.begin(2, 1, 1, {0: 1.0}, 10.0)
+    lent.begin(3, 2, 2, {0: 2.0}, 10.0)  # 3 s of 10 for both, and 7 steps
+    assert [lent.pay(0, 1.0) for _ in range(7)] == pytest.approx([3 / 7] * 7)
 
 
 def test_a_prompt_apart_sends_its_kv_to_the_replica_that_decodes_while_it_runs() -> None:
