@@ -163,6 +163,11 @@ class Disks:
         self._failed = set[str]()  # workers whose disks are not used any more
         self.on_places_changed()
 
+    @property
+    def exist(self) -> bool:
+        """Whether a memory worker has a disk."""
+        return bool(self._disks)
+
     def on_workers_lost(self, lost: Collection[str], *, ends_epoch: bool) -> list[Group]:
         """Forget the blocks of lost workers; the end of an epoch also ends all transfers.
 

@@ -317,6 +317,10 @@ class Dealer:
         pace. ``rotates``: whether lanes rotate over the replicas."""
         return bool(self._lenders) and (rotates or self._pipeline.most_stages > 1)
 
+    def may_borrow(self, lane: Lane) -> bool:
+        """Return whether ``borrow`` has more to do for a lane without prompts of its own than to return None."""
+        return bool(self._lenders) and lane.role != "decode"
+
     def borrow(self, lane: Lane, rows: DecodeRows, chunks: list[SequenceStep], rotates: bool) -> Group | None:
         """Let a lane run a chunk of another lane's prompt in the rows that its own sequences leave.
 

@@ -86,15 +86,20 @@ class Lane:
         return planned
 
     @property
+    def only_decodes(self) -> bool:
+        """Whether sequences decode, and none joins the next step or is released with its plan."""
+        waiting = self.dealt or self.prompts or self.prompted or self.prompts_run or self.due or self.chosen
+        leaving = self.ending or self.grown or self.histories or self.stepping
+        return not (waiting or leaving) and bool(self.decoding.workers)
+
+    @property
     def unchanged_steps(self) -> int:
         """Number of further steps that would only be the last one again, each sequence a token further."""
-        waiting = self.dealt or self.prompts or self.prompted or self.prompts_run or self.due or self.chosen
-        leaving = self.finished or self.ending or self.grown or self.histories or self.stepping
-        if waiting or leaving or not self.in_flight:
+        if self.finished or not self.only_decodes or not self.in_flight:
             return 0
         members = self.decoding.members
         alike = all(one.decoding is members and one.plan.runs and not one.plan.chunks for one in self.in_flight)
-        return self.decoding.unchanged_steps if alike and members else 0
+        return self.decoding.unchanged_steps if alike else 0
 
     def repeat(self, steps: int, attentions: int) -> None:
         """Record that ``steps`` of ``unchanged_steps`` were planned and have completed. ``attentions``: of a step."""
@@ -105,12 +110,16 @@ class Lane:
     def rows(self, most: int) -> tuple[DecodeRows, list[SequenceStep], dict[int, Owner]]:
         """Return the decoding rows and chunks of the next step, at most ``most`` rows, and the owners of the tokens
         that chunks draw."""
-        rows = self.decoding.rows(still_drawn=self.completed < self.decoding.steps)
+        rows = self.decoding_rows()
         self.due.clear()
         budget = most - len(rows.sequences)
         if self.pace is not None and self.prompts and budget > 0:
             budget = self.pace.budget(self.number, bool(rows.sequences), self.prompts, budget)
         return rows, *self._chunks(budget)
+
+    def decoding_rows(self) -> DecodeRows:
+        """Return the decoding rows of the next step."""
+        return self.decoding.rows(still_drawn=self.completed < self.decoding.steps)
 
     def forks(self, leaves: Callable[[Group], bool]) -> list[Fork]:
         """Let sequences in ``prompted`` decode. Returns the forks of completions that share a prompt.

@@ -123,6 +123,11 @@ class Moves:
         """All moves that hold slots on two workers."""
         return [*self._moves.values(), *self._switched]
 
+    @property
+    def pending(self) -> bool:
+        """Whether a plan may have to begin, switch or release a move."""
+        return bool(self._moves or self._switched or self._released)
+
     def touches(self, group: Group) -> bool:
         """True if some tokens of a request are moving."""
         if not self._moves:

@@ -446,6 +446,8 @@ class Scheduler:
         self._recall.settle()
         if self.balancing is not None:
             self.balancing.begin_moves()
+        if not switches and self._only_decodes(own) and self.placement.grow(own.decoding.workers):
+            return self._decode_again(own)
         forks = own.forks(self._dealer.leaves)
         self._dealer.keep_prefixes(own)
         released = self._release(own)
@@ -491,11 +493,38 @@ class Scheduler:
             disks.spills,
             disks.fetches,
         )
+        return self._begin_step(own, plan, prompted, borrowed)
+
+    def _begin_step(
+        self, lane: Lane, plan: StepPlan, prompted: dict[int, Owner], borrowed: Group | None = None
+    ) -> StepPlan:
         if plan.runs:
-            own.turn += self._attentions
-            own.decoding.count_steps(1)
-        own.in_flight.append(Planned(plan, own.decoding.members, prompted, borrowed))
+            lane.turn += self._attentions
+            lane.decoding.count_steps(1)
+        lane.in_flight.append(Planned(plan, lane.decoding.members, prompted, borrowed))
         return plan
+
+    def _only_decodes(self, lane: Lane) -> bool:
+        """Return whether the lane's next plan has nothing but a further token of each sequence, as nearly all have.
+
+        Then all else that ``plan`` does would find nothing to do, except for evicting idle tokens.
+        """
+        placement, admissions = self.placement, self._admissions
+        if placement.closed or placement.stalled or self.moves.pending or self.disks.exist:
+            return False
+        if admissions.due or admissions.may_share or self._holding.active:
+            return False
+        if not lane.only_decodes or self._dealer.may_borrow(lane):
+            return False
+        return lane.decoding.unchanged_steps > 0 and not placement.shortages(lane.decoding.workers)
+
+    def _decode_again(self, lane: Lane) -> StepPlan:
+        """Return the next step of a lane that ``_only_decodes``; the slots of its tokens have been reserved."""
+        forks, evicted = self.prefixes.changes()
+        lane.allowance = self._dealer.rows_left(lane.number)
+        rows = lane.decoding_rows()
+        plan = StepPlan(next(self._steps), lane.number, lane.turn, forks, evicted, [], [], rows, rotates=self.rotates)
+        return self._begin_step(lane, plan, {})
 
     def _find_room(self, lane: Lane) -> None:
         """Find slots for the next tokens of a lane's sequences, then deal waiting requests.

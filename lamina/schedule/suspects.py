@@ -188,6 +188,11 @@ class Holding:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def active(self) -> bool:
+        """True if some request may not run."""
+        return self._hold.active
+
     def may_run(self, group: Group) -> bool:
         return self._hold.may_run(group.request.request_id)
 

@@ -8,7 +8,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import msgspec
 import pytest
@@ -134,6 +134,7 @@ class World:
         self.workers = self._workers(members)
         self.leaves = Leaves(Mock(), Mock(), self.scheduler)
         self.unanswered: dict[int, StepPlan] = {}
+        self.sent: list[StepPlan] = []
         self.moves: list[int] = []
         self.now, self.asked = 0.0, 0
         self.live, self.ended = set[str](), Counter[str]()
@@ -219,6 +220,7 @@ class World:
 
     def send(self, plan: StepPlan) -> None:
         """Let all workers concerned apply their parts, and compare both ends of each message."""
+        self.sent.append(plan)
         check_placements(plan, self.shards)
         runs = {self.topology.computes[number] for number in self.topology.pipeline.workers_of(plan.lane, plan.rotates)}
         parts = [(name, part) for names, part in self.recipients.select(plan, self.now) for name in names]
@@ -368,7 +370,22 @@ def same(sent: MessageRows, expected: MessageRows) -> None:
 def test_all_workers_follow_the_plans_whatever_happens_to_the_members(
     kind: str, seed: int, turns: int, changes: int
 ) -> None:
-    world = World(kind, random.Random(seed), changes)
+    live(World(kind, random.Random(seed), changes), turns)
+
+
+@given(
+    kind=st.sampled_from(KINDS), seed=st.integers(0, 2**32), turns=st.integers(5, 40), changes=st.sampled_from([0, 1])
+)
+def test_a_step_that_only_decodes_is_planned_as_any_other(kind: str, seed: int, turns: int, changes: int) -> None:
+    quickly, fully = World(kind, random.Random(seed), changes), World(kind, random.Random(seed), changes)
+    with patch.object(fully.scheduler, "_only_decodes", lambda lane: False):
+        live(fully, turns)
+    live(quickly, turns)
+    assert quickly.sent == fully.sent
+
+
+def live(world: World, turns: int) -> None:
+    """Let callers come and go for some turns, and then all requests end."""
     for _ in range(turns):
         if world.chance.random() < 0.6:
             world.come()
