@@ -249,11 +249,10 @@ class _Trial:
         if name(node) == "_softmax":
             args = (*args[:2], False)  # "from half to float" is for half
         function: Callable[..., Any] = node.target  # type: ignore[assignment]
-        product = Product.from_node(node)
-        if product is not None and not _has_rows(product.weight):
-            function, args, kwargs = self._multiply, (product, node, values), {}
-        elif name(node) == "embedding" and not _has_rows(node.args[0]):
-            function, args, kwargs = self._embed, (node, values), {}
+        if _factored(node) is not None:
+            product = Product.from_node(node)
+            function, kwargs = (self._embed if product is None else self._multiply), {}
+            args = (node, values) if product is None else (product, node, values)
         try:
             return function(*args, **kwargs)
         except Exception as error:  # operators raise any type
@@ -293,6 +292,8 @@ class _Trial:
             constant: Tensor = captured.buffer(captured.constants[node.name])
             return constant.to(_widened(constant.dtype))
         value: Tensor = node.meta["val"]
+        if all(_factored(user) is node for user in node.users):  # only its shape counts: drawing it takes longest
+            return torch.zeros(()).expand(value.shape)
         if value.numel() <= _LARGE:
             return 1 + self._normal(node.name, value.shape) / 4
         return (1 + self._normal(node.name, value.shape[-1:]) / 4).expand(value.shape)
@@ -306,6 +307,13 @@ class _Trial:
 
 def _widened(value: Any) -> Any:
     return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def _factored(node: fx.Node) -> fx.Node | None:
+    """Return the weight or table that ``_Trial`` replaces by a few random vectors to run this operator, if any."""
+    product = Product.from_node(node)
+    weight = node.args[0] if name(node) == "embedding" else None if product is None else product.weight
+    return weight if isinstance(weight, fx.Node) and not _has_rows(weight) else None
 
 
 def _has_rows(node: Any) -> bool:
