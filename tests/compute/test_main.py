@@ -36,7 +36,7 @@ def test_importing_what_imports_transformers_prints_nothing(module: str) -> None
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_model_is_split_alike_by_a_torch_that_has_left_out_its_functions_for_tensors_without_data(
+def test_a_model_is_split_alike_by_torch_and_transformers_that_have_left_out_a_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A compute worker leaves them out unless it has to split, as here: the records are compared byte by byte."""
@@ -50,9 +50,22 @@ from lamina.compute.split_cache import prepare
 from lamina.models import directory
 assert "torch._decomp" not in sys.modules
 prepare(directory.find(None), None, lambda: None)
+assert not hasattr(sys.modules["transformers.models"], "__file__")  # nothing has asked for its names
 """
     variables = os.environ | {"LAMINA_CACHE_DIR": str(tmp_path / "less")}
     subprocess.run([sys.executable, "-c", code], env=variables, timeout=200, check=True)
     (whole,) = (tmp_path / "all of torch").glob("models/*")
     (less,) = (tmp_path / "less").glob("models/*")
     assert (less.name, less.read_bytes()) == (whole.name, whole.read_bytes())
+
+
+def test_names_that_transformers_has_left_out_are_found_when_asked_for() -> None:
+    code = """
+from lamina.compute.late_imports import before_imports
+before_imports("cpu")
+from transformers.models.llama import LlamaConfig as by_module
+from transformers.models import LlamaConfig, GPT2Config
+from transformers import LlamaConfig as by_package
+assert LlamaConfig is by_module is by_package
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=200, check=True)
