@@ -3,7 +3,8 @@
 A request joins a lane with the lane's next plan. If that plan is made as soon as the step before it begins, a request
 whose prompt a prefill lane has just computed waits for the rest of the running step and for the planned one. If the
 plan is made shortly before the running step ends, the request waits for the running step alone. Steps that end early
-wait for their successor then, so that plans are made late only while a prefill lane has a request.
+wait for their successor then, so that plans are made late only while a prefill lane has a request, or had one within
+the last steps: a prompt that takes less time than a step has begun and ended while the step runs.
 """
 
 import collections
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from lamina.schedule.pace import LEARN
 
 MARGIN_S = 0.002  # time in which a plan is made and reaches its workers
+EXPECTED = 16  # steps of a lane after a handover in which another one is expected
 LATENESS = 3  # times the mean lateness of plans by which plans are due earlier
 
 
@@ -41,6 +43,7 @@ class PlanTimes:
         self._in_flight = collections.Counter[int]()
         self._begun: dict[int, float] = {}  # when the running step of a lane began
         self._ended = collections.Counter[int]()  # steps since the last ``set_time``
+        self._expects = collections.Counter[int]()  # by lane: further steps in which a handover is expected
         self._late_s = 0.0  # mean time by which plans came after they were due: the engine may lack a core
 
     def on_planned(self, lane: int, now: float) -> None:
@@ -55,6 +58,7 @@ class PlanTimes:
         """Record that the running step of a lane has ended, before the next ``set_time``."""
         self._in_flight[lane] -= 1
         self._ended[lane] += 1
+        self._expects[lane] -= self._expects[lane] > 0
 
     def set_time(self, now: float) -> None:
         """Learn from the steps that have ended. ``now`` is in seconds of any monotonic clock."""
@@ -63,6 +67,15 @@ class PlanTimes:
             self._durations.setdefault(lane, _Durations(seconds)).add_sample(seconds)
             self._begun[lane] = now
         self._ended.clear()
+
+    def on_handover(self) -> None:
+        """Record that a request has gone from a prefill lane to one that decodes: others will follow."""
+        for lane in self._durations:
+            self._expects[lane] = EXPECTED
+
+    def expects_request(self, lane: int) -> bool:
+        """Return whether a request may go to a lane although no prefill lane has one now."""
+        return self._expects[lane] > 0
 
     def due(self, lane: int) -> float:
         """Return when the next step of a lane is to be planned; -inf if none runs there, or none has ended yet."""

@@ -306,6 +306,7 @@ class Turn:
             chosen = self._chooser.choose(self._sequences, now)
             self.scheduler.use_lanes(chosen.lanes, chosen.rotates)
         scheduler, depth = self.scheduler, self._depth
+        handovers = scheduler.handovers
         scheduler.set_time(now)
         for steps in range(1, depth + 1):  # one step for each lane before a second one: lanes may share a prompt
             for lane in scheduler.plannable(depth):
@@ -317,10 +318,14 @@ class Turn:
                     if plan.runs and self._pipeline.role(lane) == "decode":
                         self._times.on_planned(lane, now)
                     yield plan
+        if scheduler.handovers > handovers:
+            self._times.on_handover()
 
     def _is_early(self, lane: int, now: float) -> bool:
         """Return True if requests may still join the next step of a lane although the plan is made later."""
-        if self._pipeline.role(lane) != "decode" or not self.scheduler.runs_prompts_apart:
+        if self._pipeline.role(lane) != "decode":
+            return False
+        if not (self.scheduler.runs_prompts_apart or self._times.expects_request(lane)):
             return False
         if (due := self._times.due(lane)) <= now:
             return False

@@ -71,13 +71,13 @@ class Workers:
             self._send()
 
 
-def run_prompts(pipeline: Pipeline, jitter: float) -> Workers:
-    """Let prompts of 0.12 s arrive at random times while a request decodes in steps of about 0.05 s."""
+def run_prompts(pipeline: Pipeline, jitter: float, prompt_s: float = PROMPT_S) -> Workers:
+    """Let prompts arrive at random times while a request decodes in steps of about 0.05 s."""
     draw = random.Random(5)
 
     def seconds(plan: StepPlan) -> float:
         if plan.chunks:
-            return PROMPT_S
+            return prompt_s
         return DECODE_S * (1 + jitter * draw.uniform(-1, 1))
 
     workers = Workers(pipeline, seconds)
@@ -90,9 +90,14 @@ def run_prompts(pipeline: Pipeline, jitter: float) -> Workers:
     return workers
 
 
-@pytest.mark.parametrize(("jitter", "share"), [(0.0, 0.9), (0.2, 0.75)])
-def test_a_request_decodes_in_the_next_step_that_begins_after_its_prompt(jitter: float, share: float) -> None:
-    workers = run_prompts(Pipeline(2, 2, prefill=1), jitter)
+@pytest.mark.parametrize(
+    ("prompt_s", "jitter", "share"), [(PROMPT_S, 0.0, 0.9), (PROMPT_S, 0.2, 0.75), (0.02, 0.0, 0.9), (0.02, 0.2, 0.75)]
+)
+def test_a_request_decodes_in_the_next_step_that_begins_after_its_prompt(
+    prompt_s: float, jitter: float, share: float
+) -> None:
+    """Also if the prompt begins and ends within one step."""
+    workers = run_prompts(Pipeline(2, 2, prefill=1), jitter, prompt_s)
     skipped = []
     for number in range(60):
         first, second = workers.first[str(number)], workers.second[str(number)]
@@ -102,9 +107,10 @@ def test_a_request_decodes_in_the_next_step_that_begins_after_its_prompt(jitter:
     assert max(skipped) <= 1
 
 
+@pytest.mark.parametrize("prompt_s", [PROMPT_S, 0.02])
 @pytest.mark.parametrize(("jitter", "share"), [(0.0, 0.001), (0.2, 0.01)])
-def test_the_decoding_replica_hardly_ever_waits_for_a_plan(jitter: float, share: float) -> None:
-    workers = run_prompts(Pipeline(2, 2, prefill=1), jitter)
+def test_the_decoding_replica_hardly_ever_waits_for_a_plan(jitter: float, share: float, prompt_s: float) -> None:
+    workers = run_prompts(Pipeline(2, 2, prefill=1), jitter, prompt_s)
     assert workers.idle_s < share * workers.now
 
 
