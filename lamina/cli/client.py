@@ -94,14 +94,14 @@ def status(
     reached, its engine has stopped, or a worker does not respond. A server with LAMINA_METRICS_KEY wants the same key
     here.
     """
-    from lamina.cli.console import print_text
+    from lamina.cli.console import print_lines
 
     if placement:
         _, answer = _fetch(url, "/placement")
-        print_text("\n".join(placement_lines(answer)) + "\n")
+        print_lines(placement_lines(answer))
         return
     _, metrics = _fetch(url, "/metrics")
-    print_text("\n".join(status_lines(metrics)) + "\n")
+    print_lines(status_lines(metrics))
     code, health = _fetch(url, "/health")
     if code != HTTPStatus.OK:
         raise EngineDeadError(_unhealthy(health))
@@ -184,14 +184,15 @@ def status_lines(metrics: str) -> list[str]:
         states = {labels["worker"]: labels["state"] for labels, _ in samples.get("lamina_workers", [])}
         used = {labels["worker"]: value for labels, value in samples.get("lamina_kv_slots_used", [])}
         totals = {labels["worker"]: value for labels, value in samples.get("lamina_kv_slots", [])}
-        roles = {labels["worker"]: labels["role"] for labels, _ in samples.get("lamina_worker_roles", [])}
+        places = {labels["worker"]: labels for labels, _ in samples.get("lamina_worker_roles", [])}
         return [
             f"requests  {running:.0f} running, {waiting:.0f} waiting, {steps:.0f} steps so far",
             *(
-                f"{worker:<8}  {state}{ROLES.get(roles.get(worker, 'both'), '')}"
+                f"{worker:<8}  {state}{place_words(places.get(worker, {}))}"
                 + (f", {used[worker]:.0f} of {totals[worker]:.0f} token slots in use" if worker in used else "")
                 for worker, state in (dict.fromkeys(used, "serving") | states).items()
             ),
+            *_prompt_lines(samples),
             *_scaling_lines(samples),
             *(
                 f"network   {labels['transport']} between {pairs:.0f} pair{'s' * (pairs > 1)} of workers "
@@ -201,6 +202,30 @@ def status_lines(metrics: str) -> list[str]:
         ]
     except KeyError as error:
         raise ConfigError(f"these metrics lack {error}; is this a Lamina server?") from error
+
+
+def place_words(place: Mapping[str, str]) -> str:
+    """Return what a status line adds for a compute worker: its role, stage and rank. ``place``: labels of a metric or
+    fields of ``Place``; empty for a memory worker."""
+    within = [f"{name} {place[name]}" for name in ("stage", "rank") if place.get(name)]
+    where = f", {', '.join(within)} of replica {place['replica']}" if within else ""
+    return where + ROLES.get(place.get("role", "both"), "")
+
+
+def _prompt_lines(samples: Mapping[str, list[Sample]]) -> list[str]:
+    """Return a line about prompts that run apart from decoding or in several lanes; none without such prompts."""
+    from lamina.cli.console import show_size
+
+    handed, scratch, parked, nbytes = (
+        sum(value for _, value in samples.get(f"lamina_{name}", []))
+        for name in ("handovers_total", "scratch_tokens", "parked_total", "parked_bytes_total")
+    )
+    found = (
+        f"{handed:.0f} handed over to decode" if handed else "",
+        f"{scratch:.0f} tokens in scratch memory" if scratch else "",
+        f"{parked:.0f} waits for earlier chunks ({show_size(nbytes)})" if parked else "",
+    )
+    return [f"prompts   {', '.join(filter(None, found))}"] if any(found) else []
 
 
 def _scaling_lines(samples: Mapping[str, list[Sample]]) -> list[str]:

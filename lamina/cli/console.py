@@ -3,7 +3,7 @@
 import errno
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from textwrap import fill
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 MOST_COLUMNS = 1000
+LABEL = " " * 10  # width of a label of ``print_lines``
 
 
 @cache
@@ -124,6 +125,13 @@ def print_sentence(text: str, style: str = "") -> None:
         print_text(f"{_wrapped(text, console, '  ', '    ')}\n", style)
     else:
         print_text(f"  {text}\n", style)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines of a label and what is said of it, which wraps between words, beside the label, on a terminal."""
+    console = output()
+    shown = (_wrapped(line, console, "", LABEL) for line in lines) if console.is_terminal else lines
+    print_text("".join(f"{line}\n" for line in shown))
 
 
 def _wrapped(text: str, console: Console, first: str, others: str) -> str:

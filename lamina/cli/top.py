@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lamina.cli.client import LOCAL_URL, ROLES, Url, not_a_server, open_state
+from lamina.cli.client import LOCAL_URL, Url, not_a_server, open_state, place_words
 from lamina.cli.console import output, show_size
 from lamina.core.errors import ConfigError, LaminaError
 
@@ -108,7 +108,7 @@ def draw(states: Sequence[Json], lanes: Json, width: int) -> RenderableType:
         Text(),
         _lanes(lanes, max(10, min(100, width - 55))),
         Text(),
-        _memory(now, max(6, min(40, width - 80))),
+        _memory(now, width),
         Text(),
         _workers(now),
         Text(
@@ -226,7 +226,9 @@ def _bar(spans: Sequence[Sequence[Any]], length: int, count: int) -> Text:
     return text
 
 
-def _memory(now: Json, cells: int) -> Table:
+def _memory(now: Json, width: int) -> Table:
+    states = {name: _state(now, name) for name in now["placement"]["workers"]}
+    cells = max(6, min(40, width - 73 - max(map(len, states.values()), default=0)))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
     for heading in ("Memory worker", "State", "KV", "Used", "Cached", "Slots", "Moved here"):
         table.add_column(heading, justify="right" if heading in ("Used", "Cached", "Slots", "Moved here") else "left")
@@ -236,17 +238,17 @@ def _memory(now: Json, cells: int) -> Table:
         cached = min(cells - used, -(-cells * worker["cached"] // capacity))
         bar = Text.assemble(("█" * used, ATTENTION), ("▒" * cached, ATTENTION), ("·" * (cells - used - cached), IDLE))
         figures = (f"{worker[key]:,}" for key in ("used", "cached", "capacity"))
-        table.add_row(name, _state(now, name), bar, *figures, show_size(worker["moved_bytes"]))
+        table.add_row(name, states[name], bar, *figures, show_size(worker["moved_bytes"]))
     return table
 
 
 def _workers(now: Json) -> Text:
     text = Text("Compute   ")
     names = [name for name in now["workers"] if name not in now["placement"]["workers"]]
-    return text.append(Text(", ").join(Text(f"{name} ").append(_state(now, name)) for name in names))
+    return text.append(Text("; ").join(Text(f"{name} ").append(_state(now, name)) for name in names))
 
 
 def _state(now: Json, worker: str) -> Text:
     if (silent := now["silent_s"].get(worker)) is not None:
         return Text(f"no answer for {silent} s", style="bold yellow")
-    return Text(now["workers"].get(worker, "serving") + ROLES.get(now["roles"].get(worker, "both"), ""))
+    return Text(now["workers"].get(worker, "serving") + place_words(now["places"].get(worker, {})))

@@ -74,9 +74,9 @@ class Lender:
         return bool(self._mail.lenders) or self.is_busy
 
     @property
-    def busy_s(self) -> float:
-        """Seconds of attention so far."""
-        return self._serving.busy_s
+    def served(self) -> tuple[float, int, int]:
+        """Seconds of attention so far, requests that have waited for earlier chunks, and bytes of these requests."""
+        return self._serving.busy_s, self._serving.parked, self._serving.parked_nbytes
 
     @property
     def awaits_plan(self) -> bool:

@@ -16,6 +16,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -33,6 +34,9 @@ from lamina.memory.slab_setup import UsageReports, make_store
 from lamina.memory.store import KvStore, StepTables
 from lamina.memory.watermarks import Storing
 from lamina.splitter.parts import ONLY, Rank
+
+if TYPE_CHECKING:
+    from lamina.compute.lending import Lender
 
 Partial = tuple[Array, Array]  # (out [R, Hq, Dv], lse [R, Hq]), float32
 Index = slice | Array
@@ -52,8 +56,8 @@ class LocalMemory:
         """Allocate the slab as the engine directs. Raises ConfigError, WorkerError."""
         self.store, _, _ = make_store(control, contextlib.ExitStack())  # without a disk there is nothing to close
         self._rank = rank
-        # The first stage reports for all stages of its replica, whose slabs have the same tokens.
-        self._usage = UsageReports(control, self.store) if self.store.worker == control.name else None
+        self._usage = UsageReports(control, self.store)
+        self._parked = self._parked_nbytes = 0
         # By lane: between a step's attention and the merge of its result, other lanes may attend.
         self._partials = collections.defaultdict[int, Partials](dict)
         self._spent = Spent() if control.device == "cpu" else None
@@ -68,13 +72,19 @@ class LocalMemory:
             return None
         return LocalShare(self.store, tables, self._partials[plan.lane], self._rank, self._spent)
 
-    def report_usage(self, lent_s: float) -> None:
-        """Report the slab's use and the time of attention, if a report is due.
+    def note_parked(self, nbytes: int) -> None:
+        """Record that ``nbytes`` of q, k and v of this replica wait until earlier chunks are stored."""
+        self._parked += 1
+        self._parked_nbytes += nbytes
 
-        ``lent_s``: Seconds of attention for other replicas so far. On a GPU no time is known, since kernels run later.
+    def report_usage(self, lender: "Lender | None") -> None:
+        """Report the slab's use, attention and waits, if a report is due.
+
+        ``lender``: Serves other replicas. On a GPU no time of attention is known, since kernels run later.
         """
-        if self._usage is not None:
-            self._usage.send_if_due(0.0 if self._spent is None else self._spent.seconds + lent_s)
+        seconds, parked, nbytes = (0.0, 0, 0) if lender is None else lender.served
+        busy_s = 0.0 if self._spent is None else self._spent.seconds + seconds
+        self._usage.send_if_due(busy_s, self._parked + parked, self._parked_nbytes + nbytes)
 
 
 @dataclass

@@ -180,6 +180,11 @@ class StepRun:
         """Whether the next slice must wait because attention to local memory still does."""
         return self._pending is not None and self._exchange.must_wait(self.index - 1)
 
+    @property
+    def pending_nbytes(self) -> int:
+        """Bytes of q, k and v that are kept until this step attends to local memory."""
+        return 0 if self._pending is None else sum(each.nbytes for each in self._pending.results)
+
     def take_news(self) -> bool:
         """Return True at the first call after ``tokens`` has become known, else False."""
         news, self._news = self._news, False

@@ -257,6 +257,8 @@ class ComputeWorker(WorkerLoop):
             self._take_in_next()
             step.record_launched()
         last = step.index < 0
+        if self._memory is not None and step.is_parked:
+            self._memory.note_parked(step.pending_nbytes)
         done = self._draw(step, logits) if last and step.ends_here else None
         now = time.monotonic()
         lane.busy_s += now - begun
@@ -317,7 +319,7 @@ class ComputeWorker(WorkerLoop):
         """
         self._answer()
         if self._memory is not None:
-            self._memory.report_usage(0.0 if self._lender is None else self._lender.busy_s)
+            self._memory.report_usage(self._lender)
         self._mail.flush()
         reads = self._lender is not None or self._lanes.lacks_steps
         if reads and (message := self._control.poll()) is not None:

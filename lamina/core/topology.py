@@ -6,12 +6,12 @@ topology within an epoch, since no message in flight has to be dropped.
 """
 
 import functools
-from collections.abc import Collection, Sequence
-from typing import Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal, TypeVar
 
 import msgspec
 
-from lamina.core.pipeline import LaneRole, Pipeline
+from lamina.core.pipeline import Pipeline
 
 Role = Literal["compute", "memory"]
 
@@ -74,6 +74,12 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
         return frozenset((self.role, "memory")) if self.capacity else frozenset((self.role,))
 
 
+_Known = TypeVar("_Known")
+Place = dict[str, str]
+"""Where a compute worker is: its ``role`` (a ``LaneRole``), ``replica``, ``stage`` and ``rank``. The last two are empty
+if the replica has one."""
+
+
 class Topology(msgspec.Struct, frozen=True, dict=True):
     """Members and pipeline. Compute workers are in the order of ``pipeline``: by replica, then stage, then rank.
 
@@ -110,6 +116,11 @@ class Topology(msgspec.Struct, frozen=True, dict=True):
     def capacities(self) -> dict[str, int]:
         """Token slots by worker that holds KV."""
         return {member.name: member.capacity for member in self.members if "memory" in member.roles}
+
+    @property
+    def slabs(self) -> dict[str, int]:
+        """Token slots by worker with a slab: ``capacities``, and those of a replica's later stages."""
+        return self.by_slab(self.capacities)
 
     @functools.cached_property
     def memories(self) -> tuple[str, ...]:
@@ -154,10 +165,20 @@ class Topology(msgspec.Struct, frozen=True, dict=True):
         return "compute" if name in self.computes else "memory"
 
     @property
-    def lane_roles(self) -> dict[str, LaneRole]:
-        """What the lanes of each compute worker run."""
-        pipeline = self.pipeline
-        return {name: pipeline.role(pipeline.replica_at(number)) for number, name in enumerate(self.computes)}
+    def places(self) -> dict[str, Place]:
+        """Where each compute worker is in the pipeline."""
+        return {name: self._place(number) for number, name in enumerate(self.computes)}
+
+    def _place(self, number: int) -> Place:
+        order = self.pipeline
+        replica, ranks = order.replica_at(number), order.ranks_at(number)
+        stage = (ranks.start - order.workers_in(replica).start) // len(ranks)
+        return {
+            "role": order.role(replica),
+            "replica": str(replica),
+            "stage": str(stage) if order.shape_of(replica).stages > 1 else "",
+            "rank": str(number - ranks.start) if len(ranks) > 1 else "",
+        }
 
     @property
     def sizes(self) -> dict[Pool, int]:
@@ -173,6 +194,10 @@ class Topology(msgspec.Struct, frozen=True, dict=True):
         """Return the workers with KV of the segments on ``worker``: itself, or a worker of each stage of its replica,
         which has K and V of its own layers."""
         return self._holders.get(worker, (worker,))
+
+    def by_slab(self, known: Mapping[str, _Known]) -> dict[str, _Known]:
+        """Return what is ``known`` of workers that segments name, by worker that has their KV."""
+        return {name: each for worker, each in known.items() for name in self.holders(worker)}
 
     def lacks(self, lost: Collection[str]) -> Role | None:
         """Return the role that has no member once ``lost`` are gone; None if both roles have one."""

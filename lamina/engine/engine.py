@@ -297,15 +297,16 @@ class Engine:
         members = self._members
         usage, counted = dict(members.usage), (self._scheduler.dropped, members.recoveries, members.recomputed)
         links = list(collections.Counter(list(self.cluster.links.values())).items())
-        prefixes = self._scheduler.prefixes
-        cached = prefixes.idle()
+        prefixes, topology, placement = self._scheduler.prefixes, members.topology, self._placement.stats
+        cached = topology.by_slab(prefixes.idle())
         usage = {worker: one.without(*cached[worker]) if worker in cached else one for worker, one in usage.items()}
         counts = (running, waiting, self._steps, *counted)
         disks, scaling = self._scheduler.disks, self._scaling.stats
-        found = (prefixes.queried, prefixes.hit, self._placement.stats, disks.spilled, disks.fetched, scaling)
+        placement = dataclasses.replace(placement, held=topology.by_slab(placement.held))
+        found = (prefixes.queried, prefixes.hit, placement, disks.spilled, disks.fetched, scaling)
         stats = EngineStats(*counts, usage, dead, members.watch.silent, members.states, links, *found)
-        roles, scratch = members.topology.lane_roles, self._scheduler.scratch.used
-        return dataclasses.replace(stats, roles=roles, handovers=self._scheduler.handovers, scratch=scratch)
+        places, scratch = topology.places, self._scheduler.scratch.used
+        return dataclasses.replace(stats, places=places, handovers=self._scheduler.handovers, scratch=scratch)
 
     def timeline(self) -> dict[str, list[Span]]:
         """Return what workers did in a window of the last seconds, by name, and ask them for a new window.

@@ -117,7 +117,7 @@ class Members:
         self.recipients = Recipients(cluster.topology.computes, cluster.topology.pipeline)
         self.recipients.recall({one.sequence: one.segments for one in cluster.recalled})
         self.watch = Watch(control, workers, turn, topology)
-        self.usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
+        self.usage = {name: MemoryStats(0, capacity, 0) for name, capacity in topology.slabs.items()}
         self.recoveries = self.recomputed = 0
         self._turned = -POLL_S  # when ``turn`` last advanced the pools
         self._behind = set[str]()  # workers whose disks were logged as too slow
@@ -180,7 +180,8 @@ class Members:
         if isinstance(message, SlabUsage):
             capacity, parked = self.usage[worker].capacity, (message.parked, message.parked_nbytes)
             self.usage[worker] = MemoryStats(message.used, capacity, message.sequences, 0, *parked)
-            self._turn.note_attention(worker, message.busy_s)
+            if worker in self.topology.capacities:  # not of a later stage, whose KV has the first stage's name
+                self._turn.note_attention(worker, message.busy_s)
         elif isinstance(message, Working):
             self.watch.progressed(message.lanes, worker)
         elif isinstance(message, KvMoved):
@@ -274,7 +275,7 @@ class Members:
             remains.recomputed,
         )
         self.recipients.end_epoch(topology, remains.kept)
-        held = {name: kept for worker, kept in remains.kept.items() for name in topology.holders(worker)}
+        held = topology.by_slab(remains.kept)
         for worker, kept in held.items():
             self.tell([worker], EndEpoch(topology, kept))
         self.tell([name for name in topology.computes if name not in held], EndEpoch(topology))
@@ -308,7 +309,7 @@ class Members:
         self.watch.apply_topology(topology)
         self._turn.change_members(topology)
         self.recipients.change_members(topology)
-        fresh = {name: MemoryStats(0, capacity, 0) for name, capacity in topology.capacities.items()}
+        fresh = {name: MemoryStats(0, capacity, 0) for name, capacity in topology.slabs.items()}
         self.usage = {name: self.usage.get(name, usage) for name, usage in fresh.items()}
         self._changes += 1
         self._record.begin_change(self._changes, topology)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from lamina.core.topology import Place
 from lamina.core.types import AttentionSpec, KvElement
 from lamina.dataplane.transport_choice import Choice
 from lamina.kv.placement import Placement
@@ -104,7 +105,7 @@ class EngineStats:
         preempted: Preemptions, after which a request's KV is computed again.
         recoveries: Recoveries from lost workers.
         recomputed: Tokens whose KV was lost with workers and computed again.
-        memory: Token slots, by memory worker.
+        memory: Token slots, by worker with a slab.
         dead: Why the engine has stopped; None while it runs.
         silent: Seconds without a reply, by worker that may be declared lost soon.
         workers: State by worker: "serving", or the stage of a joining or leaving worker.
@@ -115,7 +116,7 @@ class EngineStats:
         spilled: Tokens copied to disks of memory workers.
         fetched: Tokens copied back from disks.
         scaling: Pools that scale by load.
-        roles: What the lanes of each compute worker run: "prefill", "decode" or "both".
+        places: Where each compute worker is in the pipeline.
         handovers: Requests that went from a replica that only runs prompts to one that decodes.
         scratch: Tokens reserved in scratch memory of compute workers for running prompts.
     """
@@ -137,9 +138,17 @@ class EngineStats:
     spilled: int = 0
     fetched: int = 0
     scaling: Mapping[str, ScalingStats] = field(default_factory=dict)
-    roles: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, Place] = field(default_factory=dict)
     handovers: int = 0
     scratch: int = 0
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Token slots in use, and all. The stages and ranks of a replica hold the same tokens, which count once."""
+        places = {worker: self.places.get(worker, {}) for worker in self.memory}
+        first = {worker for worker, at in places.items() if {at.get("stage", ""), at.get("rank", "")} <= {"", "0"}}
+        counted = [stats for worker, stats in self.memory.items() if worker in first]
+        return sum(stats.used for stats in counted), sum(stats.capacity for stats in counted)
 
 
 class StatsOf(msgspec.Struct, tag=True, frozen=True):

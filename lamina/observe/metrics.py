@@ -233,11 +233,11 @@ class Metrics:
             "Token slots in use on the fullest memory worker over the mean of all.",
             imbalance(stats.memory),
         )
-        workers_memory = stats.memory.values()
+        used_slots, all_slots = stats.slots
         yield GaugeMetricFamily(
             "lamina_kv_usage",
             "Share of all token slots that requests use, from 0 to 1.",
-            sum(each.used for each in workers_memory) / max(1, sum(each.capacity for each in workers_memory)),
+            used_slots / max(1, all_slots),
         )
         moved = CounterMetricFamily(
             "lamina_kv_moved_bytes", "Bytes of KV in use that moved to this memory worker.", labels=["worker"]
@@ -278,10 +278,12 @@ class Metrics:
 
     def _roles(self, stats: EngineStats) -> Iterator[Metric]:
         roles = GaugeMetricFamily(
-            "lamina_worker_roles", "1 for every compute worker, by what it runs.", labels=["worker", "role"]
+            "lamina_worker_roles",
+            "1 for every compute worker, by what it runs, its replica, and its stage and rank there if it has several.",
+            labels=["worker", "role", "replica", "stage", "rank"],
         )
-        for worker, role in stats.roles.items():
-            roles.add_metric([worker, role], 1)
+        for worker, place in stats.places.items():
+            roles.add_metric([worker, *(place[label] for label in ("role", "replica", "stage", "rank"))], 1)
         yield roles
         yield CounterMetricFamily(
             "lamina_handovers", "Requests that went from a worker for prompts to one that decodes.", stats.handovers

@@ -147,7 +147,7 @@ class EngineProcess:
 def describe(engine: Engine) -> str:
     """Return the summary of an engine that a server prints when it starts."""
     held = engine.cluster.loaded.weights and f" ({engine.cluster.loaded.weights})"
-    slots = sum(worker.capacity for worker in engine.stats().memory.values())
+    slots = engine.stats().slots[1]
     defaults = describe_defaults(engine.sampling_defaults)
     sampling = defaults and f"  sampling {defaults} unless a request says otherwise (generation_config.json)\n"
     return (

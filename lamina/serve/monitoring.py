@@ -204,7 +204,7 @@ def state_of(stats: EngineStats, totals: dict[str, Any], engine: Runtime) -> dic
         "dead": stats.dead,
         "silent_s": {worker: round(seconds, 1) for worker, seconds in stats.silent.items()},
         "workers": dict(stats.workers),
-        "roles": dict(stats.roles),
+        "places": dict(stats.places),
         "links": [
             {"transport": choice.transport.value, "reason": choice.reason, "pairs": pairs}
             for choice, pairs in stats.links
@@ -245,8 +245,7 @@ def limit_of(stats: EngineStats) -> tuple[str, str]:
         return f"Requests wait for {', '.join(stats.silent)}, which does not answer.", ""
     if not stats.waiting:
         return "Nothing waits: the pools have room for more requests.", ""
-    used = sum(memory.used for memory in stats.memory.values())
-    capacity = sum(memory.capacity for memory in stats.memory.values())
+    used, capacity = stats.slots
     if used >= FULL * capacity:
         return (
             f"KV: requests use {used:,} of {capacity:,} token slots, and {stats.waiting:,} more requests wait.",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
-from lamina.cli import client, plan_ways
+from lamina.cli import client, console, plan_ways
 from lamina.cli.console import print_table
 from tests.support.commands import LAMINA, RUN_S, run_here
 
@@ -120,6 +120,17 @@ def test_a_plan_with_the_longest_figures_is_a_table_of_80_columns() -> None:
 def test_the_slots_of_a_memory_worker_are_a_line_of_80_columns() -> None:
     worker = {"capacity": 12345678, "used": 1234567, "cached": 1234567, "largest_requests": {}}
     assert all(len(line) <= 80 for line in client._worker_lines("memory12", worker))
+
+
+def test_a_line_of_status_wraps_beside_the_name_of_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "compute10 serving, stage 1, rank 1 of replica 12, runs prompts, 1234567 of 12345678 token slots in use"
+    printed = io.StringIO()
+    for terminal in (True, False):
+        monkeypatch.setattr(console, "output", lambda: Console(file=printed, width=80, force_terminal=terminal))  # noqa: B023
+        console.print_lines([line, "requests  1 running"])
+    first, second, *others = printed.getvalue().splitlines()
+    assert len(first) < 80 and second.startswith(" " * 10 + "1") and f"{first} {second.strip()}" == line
+    assert others == ["requests  1 running", line, "requests  1 running"]
 
 
 @pytest.mark.parametrize(

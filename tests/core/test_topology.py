@@ -9,6 +9,36 @@ from lamina.core.topology import FIRST, Member, Topology
 MOST = 6  # replicas
 
 
+@given(st.integers(0, 2), st.integers(1, 3), *(st.integers(1, 3) for _ in range(4)))
+def test_places_are_those_of_the_workers_listed_by_replica_stage_and_rank(
+    prefills: int, others: int, ranks: int, stages: int, early_ranks: int, early_stages: int
+) -> None:
+    shapes = [Shape(ranks, stages)] * others
+    early = Shape(early_ranks, early_stages)
+    shapes[:0] = [early] * prefills
+    places = [
+        ("prefill" if replica < prefills else "decode" if prefills else "both", replica, stage, rank, shape)
+        for replica, shape in enumerate(shapes)
+        for stage in range(shape.stages)
+        for rank in range(shape.ranks)
+    ]
+    pipeline = Pipeline(3 * len(shapes), len(shapes), prefill=prefills, shape=shapes[-1], prefill_shape=early)
+    held = {number for number, (role, _, stage, *_) in enumerate(places) if role != "prefill" and not stage}
+    members = [Member(f"w{number}", "compute", "cpu", "", 10 * (number in held)) for number in range(len(places))]
+    topology = Topology(FIRST, (*members, Member("memory0", "memory", "cpu", "", 7)), pipeline)
+    assert topology.places == {
+        f"w{number}": {
+            "role": role,
+            "replica": str(replica),
+            "stage": str(stage) if shape.stages > 1 else "",
+            "rank": str(rank) if shape.ranks > 1 else "",
+        }
+        for number, (role, replica, stage, rank, shape) in enumerate(places)
+    }
+    slots = {f"w{number}": 10 for number, (role, *_) in enumerate(places) if role != "prefill"}
+    assert topology.slabs == slots | {"memory0": 7}
+
+
 @given(st.data(), st.integers(1, 3))
 def test_a_worker_stays_in_its_pool_until_its_replica_changes_the_role(data: st.DataObject, workers: int) -> None:
     """Compared with a dictionary of the pools, whatever happens to the others."""

@@ -161,6 +161,12 @@ def test_replicas_on_gpus_attend_to_their_own_memory_once_chunks_of_others_are_s
     try:
         (output,) = run_all(engine, [SHORT], replace(params(), max_tokens=2))
         reference.check(len(PROMPTS), output, 2)
+        for first in range(3, 60):  # until a chunk had to wait, which statistics show
+            if any(memory.parked and memory.parked_nbytes for memory in engine.stats().memory.values()):
+                break
+            run_all(engine, [[first, *SHORT[1:]]], replace(params(), max_tokens=2))
+        else:
+            raise AssertionError(engine.stats().memory)
     finally:
         engine.close()
     assert sum(lent.values()) >= 1

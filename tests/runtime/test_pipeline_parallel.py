@@ -22,7 +22,7 @@ from lamina.lowering import Target
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import NAMES, SERVED, greedy, served, variant
 from tests.support.running import REQUESTS, Killable, Streams, assert_same, check_last_loss, config, run_all, survive
-from tests.support.waiting import END_S
+from tests.support.waiting import END_S, wait_until
 
 TOKENS = 12
 LENGTHS = (1, 6, 7, 8, 21, 34, 45, 14)
@@ -153,6 +153,26 @@ def test_stages_on_emulated_gpus_equal_hugging_face(family: str, tmp_path: Path)
 def test_more_stages_than_slices_are_refused_before_weights_are_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel is 4, and the model has 3 slices"):
         check(tmp_path, served("llama", layers=2), 4)
+
+
+def test_statistics_show_the_slots_of_every_stage(checkpoint: Path) -> None:
+    engine = launch(replace(config(checkpoint, 4, 1, pipeline_parallel=2), memory="local"))
+    try:
+        before = engine.stats()
+        assert before.memory.keys() == before.places.keys() == {f"compute{number}" for number in range(4)}
+        assert {name: (place["replica"], place["stage"]) for name, place in before.places.items()} == {
+            f"compute{number}": divided
+            for number, divided in enumerate([("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")])
+        }
+        slots = {name: memory.capacity for name, memory in before.memory.items()}
+        assert slots["compute0"] == slots["compute1"] and slots["compute2"] == slots["compute3"]
+        assert before.slots == (0, slots["compute0"] + slots["compute2"])
+        streams = Streams(engine, REQUESTS)
+        wait_until(lambda: all(one.used for one in engine.stats().memory.values()), "a stage did not report its slots")
+        streams.results()
+        wait_until(lambda: not any(one.used for one in engine.stats().memory.values()), "slots stayed in use")
+    finally:
+        engine.close()
 
 
 @pytest.mark.slow

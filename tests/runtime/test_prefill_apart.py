@@ -141,7 +141,8 @@ def test_autoscaling_keeps_replicas_for_prompts_within_its_bounds(tmp_path: Path
         outputs = run_all(engine, prompts, params)
         assert [one.outputs[0].token_ids for one in outputs] == [greedy(reference, one, LONG) for one in prompts]
         stats = engine.stats()
-        assert stats.handovers == len(prompts) and sorted(stats.roles.values()) == ["decode", "prefill"]
+        roles = sorted(place["role"] for place in stats.places.values())
+        assert stats.handovers == len(prompts) and roles == ["decode", "prefill"]
         assert (stats.scaling["prefill"].grown, stats.scaling["prefill"].shrunk) == (1, 0)
     finally:
         engine.close()

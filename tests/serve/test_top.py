@@ -37,12 +37,15 @@ def test_the_view_has_rates_pools_moves_and_links() -> None:
         "100  ",
         "1 running, 2 waiting",
         "memory0",
-        "compute0 serving, runs prompts",
+        "compute0 serving, runs prompts; compute1 serving, stage 0, rank 1 of replica 1, decodes",
         "shm for ",
         "completed",
         "nothing runs",
     ):
         assert part in text
+    stages = state()
+    stages["placement"]["workers"]["compute1"] = stages["placement"]["workers"]["memory0"]
+    assert "…" not in shown([stages], width=120)
     assert "Compute: 2 requests wait" in shown([state(limit={"what": "Compute: 2 requests wait", "remedy": ""})])
 
 

@@ -185,7 +185,10 @@ class FakeEngine:
             prefix_queries=8,
             prefix_hits=2,
             workers={"compute0": "serving", "compute1": "serving", "memory0": "serving"},
-            roles={"compute0": "prefill", "compute1": "decode"},
+            places={
+                "compute0": {"role": "prefill", "replica": "0", "stage": "", "rank": ""},
+                "compute1": {"role": "decode", "replica": "1", "stage": "0", "rank": "1"},
+            },
             handovers=4,
             scratch=96,
             placement=PlacementStats(

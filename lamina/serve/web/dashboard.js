@@ -144,7 +144,7 @@ function show(state) {
     `. The fullest worker holds ${state.placement.imbalance} times the mean.`;
   const compute = Object.keys(state.workers).filter((name) => !(name in state.placement.workers));
   const roles = { prefill: "prompts", decode: "decoding", both: "prompts and decoding" };
-  $("compute").replaceChildren(...compute.map((name) => row(name, stateOf(name), roles[state.roles[name]] ?? "")));
+  $("compute").replaceChildren(...compute.map((name) => row(name, stateOf(name), roles[state.places[name]?.role] ?? "")));
   $("links").replaceChildren(...state.links.map((link) => row(link.transport, count(link.pairs), link.reason)));
 }
 
