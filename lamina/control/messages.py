@@ -452,7 +452,7 @@ class SlabUsage(msgspec.Struct, tag=True, frozen=True):
     parked_nbytes: int = 0
 
 
-USAGE_S = 0.5  # time between two SlabUsage of one worker
+USAGE_S = 0.9  # time between two SlabUsage of one worker, below ``PING_S``: a worker that reports gets no pings
 REPORT_S = 1.0  # least time between two Working of one worker
 
 

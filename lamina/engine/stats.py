@@ -17,7 +17,7 @@ from lamina.schedule.scheduler import Scheduler
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Token slots of one memory worker, from its latest report, at most 0.5 s old.
+    """Token slots of one memory worker, from its latest report, at most ``USAGE_S`` old.
 
     Attributes:
         used: Slots of requests.
