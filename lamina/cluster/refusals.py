@@ -176,12 +176,6 @@ def _of_placement(config: EngineConfig) -> Iterator[Refusal]:
     balances = config.balance not in ("auto", "off")
     if ranks > 1:
         parallel = f"tensor_parallel {ranks}"
-        if partition in ("request", "token"):
-            yield Refusal(
-                f"{parallel} and partition {partition}",
-                "each rank sends K and V of its own heads, so memory workers must divide requests by heads",
-                "give partition auto or head",
-            )
         if balances:
             yield Refusal(
                 f"{parallel} and balance {config.balance}",
