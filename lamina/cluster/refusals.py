@@ -116,7 +116,7 @@ def _of_lanes(config: EngineConfig, computes: int) -> Iterator[Refusal]:
     if rotates and stages > 1:
         yield Refusal(
             f"pipelining rotational and pipeline_parallel {stages}",
-            "with stages, a lane stays on its replica, and cannot rotate over all",
+            "a lane takes turns on the stages already; rotation would only add a transfer of its context per slice",
         )
     elif rotates and lanes not in (None, made.count + 1):
         yield Refusal(

@@ -84,7 +84,12 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
             ["cpu"],
             "a replica joins, leaves or changes its role as a whole; give multiples of 2",
         ),
-        ({"pipeline_parallel": 2, "pipelining": "rotational"}, ["cpu"] * 4, ["cpu"], "a lane stays on its replica"),
+        (
+            {"pipeline_parallel": 2, "pipelining": "rotational"},
+            ["cpu"] * 4,
+            ["cpu"],
+            "a lane takes turns on the stages already",
+        ),
         ({"pipelining": "rotational", "lanes": 4}, ["cpu"] * 2, ["cpu"], "give lanes 3, or leave it out"),
         ({"pipeline_parallel": 2, "lanes": 3}, ["cpu"] * 4, ["cpu"], "lanes 3 with 2 replicas of 2 stages"),
         ({"tensor_parallel": 2, "balance": "ledger"}, ["cpu"] * 2, ["cpu"], "KV cannot move"),
