@@ -1,15 +1,17 @@
 """The papers' serving figures, simulated with the runtime's own decisions, and what their texts leave out.
 
-    python -m bench.cost.figures [--paper Mnemosyne]     # paper, simulated, deviation; minutes
+    python -m bench.cost.figures [--paper Mnemosyne] [--json FILE] [--picture FILE.svg]     # a minute or two
 
 Published numbers are in ``published.toml``, under ``figures``. A *server* is eight devices as one worker: their
 bandwidth, FLOP/s and network together, as if heads were divided among them.
 """
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.cost import pooled, published
+from bench.cost.figures_picture import draw
 from bench.cost.page import show
 from bench.cost.published import Comparison, Number
 from lamina.planning.plan import hardware, model_shapes
@@ -366,15 +369,23 @@ def rows(papers: Sequence[str]) -> list[Comparison]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--paper", choices=PAPERS, action="append", help="only this paper")
-    papers = parser.parse_args().paper or [*PAPERS]
+    parser.add_argument("--json", type=Path, help="write the rows, and what is left out, to this file")
+    parser.add_argument("--picture", type=Path, help="draw them to this .svg or .png file")
+    args = parser.parse_args()
+    found, left_out = rows(args.paper or [*PAPERS]), published.load()["figures"]["left_out"]
     table = Table("figure", "quantity", "paper", "ours", "ratio", box=None, padding=(0, 1, 0, 0))
-    for row in rows(papers):
+    for row in found:
         unit = "" if row.unit in ("share", "times") else f" {row.unit}"
         table.add_row(row.source, row.what + unit, show(row.published), show(row.ours), row.ratio)
     console = Console(width=80)
     console.print(table)
-    for one in published.load()["figures"]["left_out"]:
+    for one in left_out:
         console.print(f"{one['figure']}: {one['why']}", style="dim")
+    if args.json:
+        figures = [asdict(row) | {"ratio": row.ratio} for row in found]
+        args.json.write_text(json.dumps({"figures": figures, "left_out": left_out}, indent=1) + "\n")
+    if args.picture:
+        draw(found, args.picture)
 
 
 if __name__ == "__main__":
