@@ -8,6 +8,8 @@ bandwidth, FLOP/s and network together, as if heads were divided among them.
 
 import argparse
 import json
+import pickle
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cache
@@ -32,6 +34,7 @@ Lengths: TypeAlias = tuple[Ints, Ints]
 
 MILLION = 1_000_000
 CHUNK = 4096
+PAGE = 16  # tokens of a page of vLLM's and Sarathi-Serve's
 NEVER = 10**6  # output tokens of a sequence that decodes for as long as a run takes
 DEVICES = hardware.load()
 
@@ -130,8 +133,21 @@ def striped(model: str, prompt: int, total: int = 16) -> float:
     return layers * (dense + total * max(block, sent))
 
 
+def resent_s(context: int) -> float:
+    """Return processor seconds of this machine to pickle and unpickle the tokens and the page table of a sequence.
+
+    Sarathi-Serve's scheduler sends them to its workers in every step.
+    """
+    message, seconds = (list(range(context)), list(range(context // PAGE))), []
+    for _ in range(3):
+        begun = time.process_time()
+        pickle.loads(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        seconds.append(time.process_time() - begun)
+    return min(seconds)
+
+
 def mnemosyne() -> dict[str, Number]:
-    """Figures 8, 14, 15, 17 to 19 and 22."""
+    """Figures 8, 13 to 15, 17 to 19 and 22."""
     small, large = "Llama-3-8B", "Llama-3-70B"
     grid = {
         (prompt, chunk, groups): behind(
@@ -157,6 +173,7 @@ def mnemosyne() -> dict[str, Number]:
     return {
         "8 tbt": adapted[1] / alone[1],
         "8 ttft": adapted[0] / fixed[0],
+        "13b": 1 + resent_s(MILLION) / between(small, MILLION, 1, 1),
         "14a ttft": best_of(small, MILLION),
         "14a": striped(small, MILLION) / best_of(small, MILLION),
         "14b": 1e3 * behind(servers(small, 4, 12), MILLION)[1],
