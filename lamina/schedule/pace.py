@@ -18,7 +18,7 @@ from lamina.schedule.batches import PromptBatch
 
 FIRST = 32  # most prompt tokens before any step was measured
 LEAST = 4  # least prompt tokens, however little time is left
-FURTHER = 2  # most prompt tokens, as a multiple of the most measured so far: predictions do not reach further
+FURTHER = 2  # most prompt tokens, as a multiple of the most of steps not yet forgotten: predictions reach no further
 FORGET = 0.9  # weight of earlier steps with chunks, per such step
 LEARN = 0.2  # weight of the latest step in a mean
 MARGIN = 0.75  # share of the bound for a predicted time, as steps vary and lanes wait for each other
@@ -30,7 +30,7 @@ class StepTimes:
     """Predicts the seconds of a step from its prompt tokens, and from its pairs of a row and a token it attends to."""
 
     def __init__(self) -> None:
-        self.most_tokens = 0  # most prompt tokens of a measured step
+        self.most_tokens = 0.0  # most prompt tokens of a step; falls as steps are forgotten
         self._alone: float | None = None  # mean seconds of steps without prompts
         self._products, self._sums = np.zeros((3, 3)), np.zeros(3)  # normal equations of steps with prompts
         self._parts: npt.NDArray[np.float64] | None = None
@@ -46,7 +46,7 @@ class StepTimes:
             before = seconds if self._alone is None else self._alone
             self._alone = before + LEARN * (seconds - before)
             return
-        self.most_tokens = max(self.most_tokens, tokens)
+        self.most_tokens = max(FORGET * self.most_tokens, tokens)
         row = np.array([1.0, tokens, pairs]) / _UNITS
         self._products = FORGET * self._products + np.outer(row, row)
         self._sums = FORGET * self._sums + row * seconds
@@ -133,7 +133,8 @@ class Pace:
             return most
         bound_s = self._bound_s * (BORROWED if decodes and chunks is not None else 1.0)
         left = MARGIN * bound_s - sum(last.busy_s for last in others) / self.replicas
-        high = min(most, max(FIRST, FURTHER * self._times.most_tokens))
+        reach = int(FURTHER * self._times.most_tokens)
+        high = min(most, max(LEAST, reach) if reach else FIRST)
         low = min(LEAST, high)
         while low < high:
             middle = (low + high + 1) // 2

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from lamina.control.messages import StepDone
 from lamina.core.pipeline import Pipeline
-from lamina.core.steps import DecodeRows, StepPlan
+from lamina.core.steps import DecodeRows, SequenceStep, StepPlan
 from lamina.kv.placement import Placement
 from lamina.schedule.batches import PromptBatch
 from lamina.schedule.limits import Limits
-from lamina.schedule.pace import LEAST, MARGIN, Pace, StepTimes
+from lamina.schedule.pace import FURTHER, LEAST, MARGIN, Pace, StepTimes
 from lamina.schedule.turn import Turn
 from tests.support.schedules import request
 
@@ -123,6 +123,16 @@ def test_a_lane_is_in_use_until_other_lanes_have_run_twice_as_many_steps_as_ther
         plan = StepPlan(1, lane, 0, [], [], [], [], DecodeRows(decoding, [9] * len(decoding), []))
         pace.on_step_done(plan, BOUND_S, 0.0)
     assert (pace.budget(0, decodes=False, prompts=PromptBatch(), most=2048) < 2048) is bounded
+
+
+def test_steps_of_few_tokens_do_not_predict_a_long_chunk() -> None:
+    """What a row takes is forgotten after many steps of few prompt tokens, which take as long as steps without."""
+    pace = Pace(BOUND_S)
+    for rows in [2048, *[LEAST, 0] * 200]:
+        chunks = [SequenceStep(1, 0, [5] * rows, [])] if rows else []
+        plan = StepPlan(1, 0, 0, [], [], [], chunks, DecodeRows([7], [9], []))
+        pace.on_step_done(plan, 5.0 if rows > LEAST else BOUND_S / 2, 0.0)
+    assert pace.budget(0, decodes=True, prompts=PromptBatch(), most=2048) <= FURTHER * LEAST
 
 
 @given(st.floats(0, 1e-2), st.floats(0, 1e-4), st.floats(0, 1e-8))
