@@ -214,8 +214,10 @@ class SliceRunner(NativeRunner):
         count = chosen.shape[0]
         if count < rows.ids.shape[0]:
             chosen = pad(chosen, padded(count))
-            rows = Rows(rows.ids[chosen], rows.positions[chosen])
-            attention, context = attention[chosen], tuple(tensor[chosen] for tensor in context)
+            rows = Rows(rows.ids.index_select(0, chosen), rows.positions.index_select(0, chosen))
+            # Indexing would use OpenMP's threads for a few rows. These busy-wait afterwards, for longer than the step.
+            attention = attention.index_select(0, chosen)
+            context = tuple(tensor.index_select(0, chosen) for tensor in context)
         last = self._slices[len(self.attentions)]
         prepared = rows.prepared(last)
         output = last.run(rows.ids, rows.positions, attention, context, prepared, rows.workspace)
