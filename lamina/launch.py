@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from lamina.cluster import locality, pool, sizing
+from lamina.cluster import locality, model_checks, pool, sizing
 from lamina.cluster.conversations import START_TIMEOUT_S, Launcher, OnProgress, Workers
 from lamina.cluster.degrees import parse_computes
 from lamina.cluster.idle_settings import idle_settings
@@ -128,14 +128,14 @@ def launch(
         receivers.append(partial(write_trace, Path(config.trace)))
     find_policy(config.policy, config.slo_ttft_ms, config.slo_tbt_ms)  # raises before anything is started
     sizing.require_limits(config, model, len(pools["compute"]))
-    sizing.require_division(config, model)
-    sizing.require_room(config, model, pools["compute"], find_devices())
+    local = any(entry.kind == LOCAL for entry in memory)
+    model_checks.require_division(config, model, len(pools["memory"]), local)
+    model_checks.require_room(config, model, pools["compute"], find_devices())
     trace = bool(receivers)
     if home is not None and home.saved is not None:
         launcher: Workers = home.workers
         control, plan, cluster = _take_over(config, model, tokenizer, home, home.saved, trace)
     else:
-        local = any(entry.kind == LOCAL for entry in memory)
         own = home.workers if home is not None else workers or LocalWorkers()
         control = _control(pools, where, secret, home)
         launcher, plan, cluster = _start(

@@ -29,8 +29,8 @@ PAGES = {
     "deploy/README.md": "deploying.md",
     "bench/README.md": "benchmarks.md",
     "bench/cost/README.md": "cost-report.md",
-}
-"""Documents outside docs/, by their path in the repository, and the page that each becomes."""
+} | {f"bench/results/{picture.name}": f"images/{picture.name}" for picture in (ROOT / "bench/results").glob("*.svg")}
+"""Documents and pictures outside docs/, by their path in the repository, and the file of the site that each becomes."""
 
 _MARKDOWN_LINK = re.compile(r"(?<!!)\[(?P<text>(?:[^][`]|`[^`]*`)+)\]\((?P<target>[^)\s]+)\)")
 _IMAGE = re.compile(r"(?P<before>(?:src|srcset)=\"|!\[[^]]*\]\()(?P<target>[^\")\s]+)")

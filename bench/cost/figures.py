@@ -1,15 +1,19 @@
 """The papers' serving figures, simulated with the runtime's own decisions, and what their texts leave out.
 
-    python -m bench.cost.figures [--paper Mnemosyne]     # paper, simulated, deviation; minutes
+    python -m bench.cost.figures [--paper Mnemosyne] [--json FILE] [--picture FILE.svg]     # a minute or two
 
 Published numbers are in ``published.toml``, under ``figures``. A *server* is eight devices as one worker: their
 bandwidth, FLOP/s and network together, as if heads were divided among them.
 """
 
 import argparse
+import json
+import pickle
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.cost import pooled, published
+from bench.cost.figures_picture import draw
 from bench.cost.page import show
 from bench.cost.published import Comparison, Number
 from lamina.planning.plan import hardware, model_shapes
@@ -29,6 +34,7 @@ Lengths: TypeAlias = tuple[Ints, Ints]
 
 MILLION = 1_000_000
 CHUNK = 4096
+PAGE = 16  # tokens of a page of vLLM's and Sarathi-Serve's
 NEVER = 10**6  # output tokens of a sequence that decodes for as long as a run takes
 DEVICES = hardware.load()
 
@@ -127,8 +133,21 @@ def striped(model: str, prompt: int, total: int = 16) -> float:
     return layers * (dense + total * max(block, sent))
 
 
+def resent_s(context: int) -> float:
+    """Return processor seconds of this machine to pickle and unpickle the tokens and the page table of a sequence.
+
+    Sarathi-Serve's scheduler sends them to its workers in every step.
+    """
+    message, seconds = (list(range(context)), list(range(context // PAGE))), []
+    for _ in range(3):
+        begun = time.process_time()
+        pickle.loads(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        seconds.append(time.process_time() - begun)
+    return min(seconds)
+
+
 def mnemosyne() -> dict[str, Number]:
-    """Figures 8, 14, 15, 17 to 19 and 22."""
+    """Figures 8, 13 to 15, 17 to 19 and 22."""
     small, large = "Llama-3-8B", "Llama-3-70B"
     grid = {
         (prompt, chunk, groups): behind(
@@ -154,6 +173,7 @@ def mnemosyne() -> dict[str, Number]:
     return {
         "8 tbt": adapted[1] / alone[1],
         "8 ttft": adapted[0] / fixed[0],
+        "13b": 1 + resent_s(MILLION) / between(small, MILLION, 1, 1),
         "14a ttft": best_of(small, MILLION),
         "14a": striped(small, MILLION) / best_of(small, MILLION),
         "14b": 1e3 * behind(servers(small, 4, 12), MILLION)[1],
@@ -366,15 +386,23 @@ def rows(papers: Sequence[str]) -> list[Comparison]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--paper", choices=PAPERS, action="append", help="only this paper")
-    papers = parser.parse_args().paper or [*PAPERS]
+    parser.add_argument("--json", type=Path, help="write the rows, and what is left out, to this file")
+    parser.add_argument("--picture", type=Path, help="draw them to this .svg or .png file")
+    args = parser.parse_args()
+    found, left_out = rows(args.paper or [*PAPERS]), published.load()["figures"]["left_out"]
     table = Table("figure", "quantity", "paper", "ours", "ratio", box=None, padding=(0, 1, 0, 0))
-    for row in rows(papers):
+    for row in found:
         unit = "" if row.unit in ("share", "times") else f" {row.unit}"
         table.add_row(row.source, row.what + unit, show(row.published), show(row.ours), row.ratio)
     console = Console(width=80)
     console.print(table)
-    for one in published.load()["figures"]["left_out"]:
+    for one in left_out:
         console.print(f"{one['figure']}: {one['why']}", style="dim")
+    if args.json:
+        figures = [asdict(row) | {"ratio": row.ratio} for row in found]
+        args.json.write_text(json.dumps({"figures": figures, "left_out": left_out}, indent=1) + "\n")
+    if args.picture:
+        draw(found, args.picture)
 
 
 if __name__ == "__main__":

@@ -40,19 +40,20 @@ class Comparison:
     def ratio(self) -> str:
         """Ours over the published number; for bands, at both ends.
 
-        For one number beside a published band: "inside", or the ratio to the nearest end. For percentages: the
+        For one number beside a published band: "inside", or the ratio to the nearest end. For other percentages: the
         difference.
         """
+        if isinstance(self.published, tuple) and not isinstance(self.ours, tuple) and self.is_inside:
+            return "inside"
         if self.unit == "%":
-            theirs, own = (one if isinstance(one, tuple) else (one, one) for one in (self.published, self.ours))
+            theirs, own = ends(self.published), ends(self.ours)
             points = [f"{ours - published:+.0f}" for published, ours in zip(theirs, own, strict=True)]
             return f"{', '.join(dict.fromkeys(points))} points"
         if isinstance(self.published, tuple) and isinstance(self.ours, tuple):
             return f"{self.ours[0] / self.published[0]:.2f}, {self.ours[1] / self.published[1]:.2f}"
         if isinstance(self.published, tuple):
-            inside = self.published[0] <= _single(self.ours) <= self.published[1]
             nearest = min(self.published, key=lambda end: abs(end - _single(self.ours)))
-            return "inside" if inside else f"{_single(self.ours) / nearest:.2f}"
+            return f"{_single(self.ours) / nearest:.2f}"
         if isinstance(self.ours, tuple):
             return f"{self.ours[0] / self.published:.2f} to {self.ours[1] / self.published:.2f}"
         return f"{self.ours / self.published:.2f}"
@@ -63,16 +64,25 @@ class Comparison:
 
         One number also agrees if it is inside the published band.
         """
-        ends = self.ours if isinstance(self.ours, tuple) else (self.ours, self.ours)
-        if isinstance(self.published, tuple):
-            low, high = self.published
-            if isinstance(self.ours, tuple):
-                return self._near(ends[0], low) and self._near(ends[1], high)
-            return low <= ends[0] <= high or self._near(ends[0], low) or self._near(ends[0], high)
-        return self._near(ends[0], self.published) and self._near(ends[1], self.published)
+        least, greatest = ends(self.ours)
+        low, high = ends(self.published)
+        if isinstance(self.published, tuple) and not isinstance(self.ours, tuple):
+            return self.is_inside or self._near(least, low) or self._near(least, high)
+        return self._near(least, low) and self._near(greatest, high)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether our number or band lies within the published band."""
+        (least, greatest), (low, high) = ends(self.ours), ends(self.published)
+        return low <= least and greatest <= high
 
     def _near(self, ours: float, published: float) -> bool:
         return abs(ours - published) <= max(SAME * abs(published), 1.0 if self.unit == "%" else 0.0)
+
+
+def ends(number: Number) -> tuple[float, float]:
+    """Return both ends of a band, or a number twice."""
+    return number if isinstance(number, tuple) else (number, number)
 
 
 def _single(number: Number) -> float:

@@ -254,6 +254,8 @@ def _print(ways: Mapping[str, Figures], changes: Changes) -> None:
 
 def draw(ways: Mapping[str, Figures], changes: Changes, file: Path) -> None:
     """Draw the times between tokens by percentile, and those of role changes and of requests handed over."""
+    from matplotlib.ticker import LogLocator
+
     from bench.pictures import axes, legend_above, save
 
     drawing, (left, right) = axes(2, height=3.6)
@@ -263,8 +265,9 @@ def draw(ways: Mapping[str, Figures], changes: Changes, file: Path) -> None:
     left.plot(places, ways[CONTROL].alone, "--", color="C5", label="no prompt")
     left.axhline(TARGET * ways[CONTROL].beside[P99], color="C5", linestyle=":", label=f"{TARGET} of control's p99")
     left.set(xlabel="percentile of the times between tokens", ylabel="ms", yscale="log")
+    left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     left.yaxis.set_major_formatter("{x:g}")
-    left.yaxis.set_minor_formatter("{x:g}")
+    left.minorticks_off()
     shown = [place for place in range(len(PERCENTILES)) if PERCENTILES[place] in (50, 90, 99, 99.9)]
     left.set_xticks([places[place] for place in shown], [f"{PERCENTILES[place]:g}" for place in shown])
     legend_above(left, 2)

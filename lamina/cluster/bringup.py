@@ -36,6 +36,7 @@ from lamina.cluster.joining import (
 )
 from lamina.cluster.linking import Pair, link
 from lamina.cluster.local_workers import SupervisedWorkers
+from lamina.cluster.model_checks import require_holders
 from lamina.cluster.pool import CPU
 from lamina.cluster.scratch import kv_wanted, make_scratch, untouched_bytes
 from lamina.cluster.sizing import ClusterPlan
@@ -207,17 +208,7 @@ def _scratch(
 def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
     """Return how heads are sharded. Raises ConfigError if memory workers must share heads and cannot."""
     shards = HeadShards.for_model(loaded.attentions, plan.compute_setup.head_workers, *plan.compute_setup.degrees)
-    if plan.compute_setup.local and (sharers := shards.sharers(plan.pipeline.most_ranks)) > 1:
-        raise ConfigError(
-            f"{sharers} ranks of a replica share each of the {shards.heads} KV heads, which local memory would have to "
-            f"hold {sharers} times; give --tensor-parallel {shards.heads} at most, or memory workers"
-        )
-    if plan.compute_setup.head_workers > 1 and shards.count == 1:
-        counts = " or ".join(str(count) for count in sorted({spec.kv_heads for spec in loaded.attentions}))
-        raise ConfigError(
-            f"the attentions of this model have {counts} KV heads, which memory workers cannot share evenly; give "
-            "--partition token, request or auto"
-        )
+    require_holders(shards, plan.config.partition, plan.pipeline.most_ranks if plan.compute_setup.local else 1)
     return shards
 
 

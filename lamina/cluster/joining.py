@@ -41,7 +41,7 @@ from lamina.core import __version__
 from lamina.core.errors import ConfigError
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import Member, Pool, Role, Topology, role_of
-from lamina.dataplane.leases import SPARE_LINKS, Messages
+from lamina.dataplane.leases import PINNED_SPARE_LINKS, SPARE_LINKS, Messages
 from lamina.dataplane.transport_choice import Choice, Offer, Transport, candidates
 from lamina.schedule.turn import DEPTH
 from lamina.transport.endpoint import SPIN_S
@@ -64,7 +64,7 @@ class Fabric:
         greetings: First message of each worker, by name.
         links: Transport of each linked pair.
         clocks: Clock of each other machine, by host; empty unless a timeline is recorded.
-        pinned: Workers whose arenas may be pinned for RDMA. Such an arena has no space for links to later joiners.
+        pinned: Workers whose arenas may be pinned for RDMA. Such an arena has space for few links to later joiners.
         most_links: Number of links that each worker's arena has room for, by name. Workers that an earlier engine has
             started are not in it.
     """
@@ -101,7 +101,7 @@ class Fabric:
         """Return the message that has a member allocate an arena for its links to other members of ``topology``, and to
         ``missing`` workers that join later. Record the arena's number of links in ``most_links``."""
         plan, computes, memories = self.plan, topology.computes, len(topology.memories)
-        spare = missing + (0 if member.name in self.pinned else SPARE_LINKS)
+        spare = missing + (PINNED_SPARE_LINKS if member.name in self.pinned else SPARE_LINKS)
         if member.role == "compute":
             own = computes.index(member.name)
             linked = sum(topology.pipeline.exchanges(own, other) for other in range(len(computes)))

@@ -116,7 +116,7 @@ def _of_lanes(config: EngineConfig, computes: int) -> Iterator[Refusal]:
     if rotates and stages > 1:
         yield Refusal(
             f"pipelining rotational and pipeline_parallel {stages}",
-            "with stages, a lane stays on its replica, and cannot rotate over all",
+            "a lane takes turns on the stages already; rotation would only add a transfer of its context per slice",
         )
     elif rotates and lanes not in (None, made.count + 1):
         yield Refusal(
@@ -176,12 +176,6 @@ def _of_placement(config: EngineConfig) -> Iterator[Refusal]:
     balances = config.balance not in ("auto", "off")
     if ranks > 1:
         parallel = f"tensor_parallel {ranks}"
-        if partition in ("request", "token"):
-            yield Refusal(
-                f"{parallel} and partition {partition}",
-                "each rank sends K and V of its own heads, so memory workers must divide requests by heads",
-                "give partition auto or head",
-            )
         if balances:
             yield Refusal(
                 f"{parallel} and balance {config.balance}",

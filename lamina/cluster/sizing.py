@@ -1,7 +1,6 @@
 """Derives limits, cores, threads and lanes from the settings and the workers' first messages. Pure."""
 
 import dataclasses
-import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,14 +8,12 @@ from dataclasses import dataclass
 import msgspec
 
 from lamina.cluster.conversations import START_TIMEOUT_S
-from lamina.cluster.degrees import replicas, shapes
-from lamina.cluster.pool import CPU, CUDA, PLACE_S, RUNNABLE, Assigned, Devices, size
+from lamina.cluster.degrees import replicas
+from lamina.cluster.pool import CPU, PLACE_S, RUNNABLE
 from lamina.config.engine_config import EngineConfig, overcommit
 from lamina.control.messages import ComputeSetup, Hello, MemorySetup, ModelLoaded
 from lamina.core.errors import ConfigError
-from lamina.core.heads import require_shared_heads
 from lamina.core.pipeline import Arrangement, Pipeline
-from lamina.core.stages import require_slices
 from lamina.core.topology import Pool, Role
 from lamina.core.types import DType, Overlap
 from lamina.dataplane.leases import SLOTS
@@ -438,70 +435,3 @@ def with_lending(order: Pipeline, kinds: Collection[str]) -> Pipeline:
 def require_limits(config: EngineConfig, model: ModelDirectory, computes: int) -> None:
     """Raise ConfigError if the model rules out the settings' bounds of steps and requests."""
     limits(config, model, pipeline(config, computes, shared=False))
-
-
-def require_division(config: EngineConfig, model: ModelDirectory) -> None:
-    """Raise ConfigError if the ranks or stages of a pool cannot divide the model, as far as its config states.
-
-    Workers that have loaded the model check the rest.
-    """
-    pools, layers = shapes(config), model.text_config.get("num_hidden_layers")
-    if isinstance(layers, int):
-        require_slices(layers + 1, max(shape.stages for shape in pools))
-    if (heads := model.kv_heads) is not None:
-        require_shared_heads([heads], [shape.ranks for shape in pools])
-
-
-def require_room(
-    config: EngineConfig, model: ModelDirectory, computes: Mapping[str, Assigned], devices: Devices
-) -> None:
-    """Raise ConfigError if a compute worker's device on this machine is too small for its part of the weights alone.
-
-    Args:
-        config: The settings. With ``ray``, nothing is checked: Ray may start all workers on other machines.
-        model: The model; without weights, nothing is checked.
-        computes: The compute workers.
-        devices: Devices of this machine.
-    """
-    if config.ray is not None:
-        return
-    (early, late), prefills = shapes(config), size(config.prefill)
-    nbytes = least_weight_nbytes(config, model)
-    in_ram = [0, 0]
-    for number, (name, (kind, device)) in enumerate(computes.items()):
-        workers = (early if number < prefills else late).workers
-        of = f" / {workers}" if workers > 1 else ""
-        own, _, index = device.partition(":")
-        in_ram[number >= prefills] += bool(device) and own != CUDA
-        memory = devices.gpu_bytes[int(index)] if own == CUDA else None
-        if memory is not None and nbytes / workers > memory:
-            raise ConfigError(
-                f"{name} on {kind} has {memory / 1e9:.1f} GB of memory, and the weights of {model.name} take at least "
-                f"{nbytes / 1e9:.1f}{of} GB: raise tensor_parallel or pipeline_parallel, "
-                f"{_rounding(config, model) or 'or '}use GPUs with more memory"
-            )
-    shares = (min(count, shape.workers) / shape.workers for count, shape in zip(in_ram, (early, late), strict=True))
-    if (held := nbytes * max(shares)) > devices.ram_bytes:
-        raise ConfigError(
-            f"this machine has {devices.ram_bytes / 1e9:.1f} GB of memory, and the weights of {model.name} take at "
-            f"least {held / 1e9:.1f} GB: {_rounding(config, model)}divide the model over machines by "
-            "pipeline_parallel and --compute remote:N"
-        )
-
-
-def _rounding(config: EngineConfig, model: ModelDirectory) -> str:
-    """Return the advice to round the weights to fewer bits; empty if they cannot be rounded further."""
-    if model.packed or config.quantization == "int4":
-        return ""
-    return f"give quantization {'int8 or int4' if config.quantization == 'none' else 'int4'}, or "
-
-
-def least_weight_nbytes(config: EngineConfig, model: ModelDirectory) -> int:
-    """Return a lower bound of the bytes of a replica's weights, which are those of the language model."""
-    tensors = model.language_tensors
-    if model.packed:
-        return sum(entry.nbytes for entry in tensors)
-    bits = {"none": 16, "int8": 8, "fp8": 8, "int4": 4}[config.quantization]
-    if config.quantization == "none" and config.dtype != "auto":
-        bits = 8 * DType(config.dtype).itemsize
-    return sum(math.prod(entry.shape) for entry in tensors) * bits // 8

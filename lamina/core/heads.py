@@ -30,21 +30,28 @@ class HeadShards:
 
     @classmethod
     def for_model(cls, attentions: Sequence[AttentionSpec], workers: int, *degrees: int) -> "HeadShards":
+        """Return how the heads of a model with these attentions are cut: see ``for_counts``."""
+        return cls.for_counts(sorted({spec.kv_heads for spec in attentions}), workers, *degrees)
+
+    @classmethod
+    def for_counts(cls, counts: Sequence[int], workers: int, *degrees: int) -> "HeadShards":
         """Return the fewest shards with which every rank of every replica has whole shards, and a sequence can be
         spread by heads over ``workers`` memory workers, or over as many as possible. With more ranks than KV heads,
         each KV head is a shard.
 
-        ``degrees``: ranks of a replica, by pool.
+        Args:
+            counts: Different numbers of KV heads that attentions have, in ascending order.
+            workers: Number of memory workers.
+            degrees: Ranks of a replica, by pool.
 
         Raises ConfigError: see ``require_shared_heads``.
         """
-        counts = sorted({spec.kv_heads for spec in attentions})
         require_shared_heads(counts, degrees)
         most = math.gcd(*counts)
         if max(degrees, default=1) > most:
             return cls(most, most)
         wanted = math.lcm(max(1, min(most, workers)), *degrees)
-        return cls(max(spec.kv_heads for spec in attentions), wanted if most % wanted == 0 else most)
+        return cls(max(counts), wanted if most % wanted == 0 else most)
 
     def sharers(self, ranks: int) -> int:
         """Return how many ranks share each shard. They have consecutive numbers; the first stores K and V."""

@@ -5,7 +5,7 @@ can join while others exchange messages.
 
 The arena begins with what its owner uses: landing slots, in which fetched bytes arrive, staging slots for segments that
 move to another worker, and the pool of regions that peers fetch. Leases follow. Address space is reserved for later
-links, since untouched pages of an anonymous file cost nothing; not with RDMA, which pins the whole arena.
+links, since untouched pages of an anonymous file cost nothing; for fewer with RDMA, which pins the whole arena.
 """
 
 import bisect
@@ -40,6 +40,7 @@ LANDING_NBYTES = 128 << 10  # least size of a landing slot; larger ones would de
 SUMS_NBYTES = 1 << 20  # bytes of a slot between two ranks; larger tensors are summed in pieces
 ORDER_NBYTES = 512  # bytes at the end of a slot between ranks, for the order of slices (``compute.ranks``)
 SPARE_LINKS = 64  # links of workers that join later, for which address space is reserved
+PINNED_SPARE_LINKS = 8  # the same of an arena that RDMA may pin, where they cost memory
 STAGING_SLOTS = 2  # one piece of a segment is written while the piece before is fetched
 
 

@@ -8,8 +8,9 @@ A policy gets a ``View``: the load of each worker, and where the tokens of each 
 * ``ledger``: DistKV-LLM's debts (section 4.4), with cycles of debt cleared (DGFM, section 4.5).
 
 Tokens of a request that are not on its home are a debt of the home to the worker that holds them. With ``throughput``
-and ``ledger``, a creditor that needs its slots gets them back. A creditor that runs slices, as a compute worker with
-local memory does, lends only as much as hardly slows its own steps (``most_reads``).
+and ``ledger``, creditors on the debtor's own host come first (DistKV-LLM, section 4.4: lowest communication cost, then
+most free memory), and a creditor that needs its slots gets them back. A creditor that runs slices, as a compute worker
+with local memory does, lends only as much as hardly slows its own steps (``most_reads``).
 """
 
 import math
@@ -34,6 +35,7 @@ class Load:
         accepts: Whether KV may move here; False while the worker is leaving.
         step_s: Measured time of its own step, attention included, in seconds; 0: it runs no slices, or ``token_s`` is
             unknown, as on GPUs.
+        host: The machine or container that it runs in.
     """
 
     capacity: int
@@ -43,6 +45,7 @@ class Load:
     token_s: float = 1.0
     accepts: bool = True
     step_s: float = 0.0
+    host: str = ""
 
     @property
     def seconds(self) -> float:
@@ -160,6 +163,11 @@ def debts(view: View) -> dict[tuple[str, str], int]:
     return found
 
 
+def is_far(view: View, debtor: str, creditor: str) -> bool:
+    """Return whether KV that moves from ``debtor`` to ``creditor``, and queries for it, travel between hosts."""
+    return view.loads[debtor].host != view.loads[creditor].host
+
+
 def most_reads(view: View, creditor: str) -> float:
     """Return how many more tokens debtors may read on a creditor in a step; infinite if it runs no slices or decodes
     nothing."""
@@ -221,7 +229,7 @@ class ByThroughput:
             if not own:
                 continue
             longest, moved = max(own, key=lambda one: one.tokens), 0
-            for creditor in sorted(lenders, key=lambda one: lent[one] - loads[one].free):
+            for creditor in sorted(lenders, key=lambda one: (is_far(view, debtor, one), lent[one] - loads[one].free)):
                 if creditor == debtor or lent[debtor]:  # no worker both lends and borrows
                     continue
                 most = int(
@@ -236,7 +244,7 @@ class ByThroughput:
                 counts = range(0, most + 1, LEAST)
                 best = max(counts, key=lambda count: self._rate(view, debtor, creditor, moved, lent[creditor], count))
                 if best <= 0:
-                    break
+                    continue
                 proposals.append(Proposal(longest.request, debtor, (creditor,), best))
                 moved += best
                 lent[creditor] += best
@@ -348,7 +356,8 @@ class ByDebt:
                 for one, other in view.loads.items()
                 if one != debtor and one not in self._short and other.accepts
             }
-            creditors = sorted((one for one in rooms if rooms[one] >= LEAST), key=lambda one: -rooms[one])[:CREDITORS]
+            able = [one for one in rooms if rooms[one] >= LEAST]
+            creditors = sorted(able, key=lambda one: (is_far(view, debtor, one), -rooms[one]))[:CREDITORS]
             freed = sum(one.tokens for one in back if one.source == debtor)
             wanted = int(2 * SHORT * view.loads[debtor].capacity) - view.loads[debtor].free - freed
             count = int(min(wanted, longest.tokens, *(rooms[one] for one in creditors))) if creditors else 0

@@ -109,6 +109,7 @@ class Placement:
     def _follow_replicas(self, topology: Topology) -> None:
         """Note which compute workers hold KV, and for whom they attend to it."""
         self.local, self.lends = topology.local, topology.pipeline.spreads
+        self.hosts = {member.name: member.host for member in topology.members}
         self.others = functools.cache(topology.beyond) if topology.local else nowhere
         divides = self.longest is not None or self._partition == "token"
         shares = (self.lends and divides) or topology.pipeline.most_stages > 1

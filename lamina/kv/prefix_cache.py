@@ -77,6 +77,11 @@ class PrefixCache:
     def _new_tree(self, worker: str) -> PrefixTree:
         return PrefixTree(self._window, most_rows(self._placement.capacities[worker]))
 
+    @property
+    def enabled(self) -> bool:
+        """Whether prefixes are cached."""
+        return self._enabled
+
     def on_workers_lost(self, places: Collection[str]) -> None:
         """Remove the KV on these places from the cache. No request may share it.
 

@@ -34,7 +34,7 @@ def placement(
     attend to KV that another rank has finished with.
     """
     if shards.count > 1 or topology.pipeline.most_ranks > 1:
-        return StripedPlacement(capacities, shards, longest, topology)
+        return StripedPlacement(capacities, shards, longest, topology, partition)
     return Placement(capacities, longest, partition, topology)
 
 
@@ -93,22 +93,25 @@ class StripedPlacement(Placement):
         shards: HeadShards,
         longest: int | None = None,
         topology: Topology = NO_MEMBERS,
+        partition: Partition = "auto",
     ) -> None:
-        """``capacities`` has tokens with all heads by memory worker."""
+        """``capacities`` has tokens with all heads by memory worker. With ``partition`` "request" or "token", a memory
+        worker has all heads of its tokens."""
+        self._stripes = partition in ("auto", "head")
         self._shards = shards
         self._parts: dict[str, Parts] = {}  # by place: its parts
         self._slots: dict[str, int] = {}
         self._current: list[str] = []  # stripes on which requests are placed
         self._ranks = frozenset[str]()  # workers that are parts of local memory alone
         self._leaving = set[str]()  # workers
-        super().__init__(self._follow(capacities, local_parts(topology, shards)), longest, topology=topology)
+        super().__init__(self._follow(capacities, local_parts(topology, shards)), longest, partition, topology)
 
     def _follow(self, workers: Mapping[str, int], replicas: Sequence[Parts]) -> dict[str, int]:
         """Return the places on ``workers``, with their capacities. Earlier stripes stay while they have tokens."""
         self._slots = {worker: tokens * self._shards.count for worker, tokens in workers.items()}
         self._ranks = frozenset(worker for parts in replicas for worker, _ in parts)
         memories = [worker for worker in workers if worker not in self._ranks]
-        own, found = _named(replicas), _named(stripes(memories, self._shards.count))
+        own, found = _named(replicas), _named(stripes(memories, self._shards.count if self._stripes else 1))
         self._current = list(found)
         alone = {worker: ((worker, range(self._shards.count)),) for worker in memories}
         before = {
@@ -156,8 +159,9 @@ class StripedPlacement(Placement):
             # If heads do not divide evenly, each worker may have a remainder of less than one token.
             shared = sum(staying) - (len(staying) if len(staying) > 1 else 0)
             own = [self.capacities[place] for place in self.local]
-            self.total = shared + (sum(own) if self.lends else max(own, default=0))
             self.largest = max(self.capacities[place] for place in self._open)
+            together = shared + (sum(own) if self.lends else max(own, default=0))
+            self.total = self.largest if self._partition == "request" else together
         self.left_in_all = self._left_of_all()
         self._roomiest.clear()
 

@@ -22,13 +22,13 @@ from lamina.core.types import Client
 from lamina.kv.placement import AHEAD, LEAST_SEGMENT, Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.schedule.lane import Residents
+from lamina.schedule.lane_times import LaneTimes
 from lamina.schedule.limits import Limits
 from lamina.schedule.policy import Policy, RankedQueue, WaitingQueue, rank_of
 
 PAUSE = 32  # steps of all lanes together
 PATIENCE = 256  # steps of all lanes together
 SHARE = 2  # steps of all lanes together
-PREFIX_SEATS = 2  # extra sequences that a replica may have and still be preferred for its cached prefix
 ROUNDS = 8  # segments of a divided prompt on each replica
 MOST_SKIPPED = 32  # requests; all of them are tried again when slots or seats are freed
 
@@ -133,7 +133,13 @@ class Admissions:
     """
 
     def __init__(
-        self, limits: Limits, placement: Placement, residents: Residents, prefixes: PrefixCache, policy: Policy
+        self,
+        limits: Limits,
+        placement: Placement,
+        residents: Residents,
+        prefixes: PrefixCache,
+        policy: Policy,
+        times: LaneTimes,
     ) -> None:
         self._only: Collection[str] | None = None  # the requests that may be admitted; None: all may
         self._max_sequences = limits.max_sequences
@@ -142,6 +148,7 @@ class Admissions:
         self._residents = residents
         self._prefixes = prefixes
         self._policy = policy
+        self._times = times
         self._queue = WaitingQueue() if policy.fair else RankedQueue(policy)
         self._skipped: dict[Group, int] = {}  # with the step at which each was skipped
         self._reserved: _Reservation | None = None  # reservation for the first skipped request
@@ -317,7 +324,8 @@ class Admissions:
     def _lanes_for(self, group: Group, seats: Seats) -> list[int]:
         """Return the lanes to try for a request: the emptiest, or the emptiest of each replica with its own memory.
 
-        A replica that has a prefix of the request cached precedes replicas with slightly fewer sequences.
+        If a replica has a prefix of the request cached, that on which the request is expected to end first precedes the
+        others: the replica with the prefix saves its computation, but may have more to do.
         """
         lanes = seats.lanes(decode=group.searches)  # beams share all their steps
         emptiest = seats.emptiest_to_decode if group.searches else seats.emptiest
@@ -325,17 +333,27 @@ class Admissions:
         if not others(emptiest):
             return [emptiest]
         found = self._prefixes.find(group)
-        longest = max((one.length for one in found.values()), default=0)
 
-        def order(lane: int) -> tuple[int, int, int, int]:
+        def order(lane: int) -> tuple[float, int, int, int]:
             elsewhere = others(lane)
-            cached = any(one.length == longest for worker, one in found.items() if worker not in elsewhere)
             held = self._held(self._placement.local - elsewhere)
             taken = seats.taken[lane] or (1 if held else 0)
-            return taken - (PREFIX_SEATS if cached else 0), taken, held, lane
+            return expected_s.get(elsewhere, 0.0), taken, held, lane
+
+        expected_s = self._expected_s(group, lanes, seats) if found else {}
 
         by_replica = {others(lane): lane for lane in sorted(lanes, key=order, reverse=True)}
         return sorted(by_replica.values(), key=order)
+
+    def _expected_s(self, group: Group, lanes: Sequence[int], seats: Seats) -> dict[frozenset[str], float]:
+        """Return the seconds that a request is expected to take on each replica, by the workers of the others."""
+        expected, found = dict[frozenset[str], float](), self._prefixes.find(group)
+        for elsewhere in {self._placement.others(lane) for lane in lanes}:
+            own = [lane for lane in lanes if self._placement.others(lane) == elsewhere]
+            cached = max((one.length for worker, one in found.items() if worker not in elsewhere), default=0)
+            taken = sum(seats.taken[lane] for lane in own)
+            expected[elsewhere] = self._times.seconds(own, group.to_run - cached, taken)
+        return expected
 
     def _in_turn(self) -> Iterator[Group]:
         """Yield each waiting request once: the request with a reservation, the preferred request, then the rest.

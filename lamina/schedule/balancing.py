@@ -128,6 +128,7 @@ class Balancing:
                 self._token_s.get(worker) or _mean(self._token_s),
                 worker not in placement.closed,
                 self._step_s.get(worker, 0.0) if worker in self._token_s else 0.0,
+                placement.hosts.get(worker, ""),
             )
             for worker, capacity in placement.capacities.items()
             if worker not in left_out

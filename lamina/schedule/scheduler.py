@@ -39,9 +39,10 @@ from lamina.schedule.beam_search import Beams
 from lamina.schedule.dealing import Dealer, Readiness
 from lamina.schedule.growth import Growth, requeued, resumed
 from lamina.schedule.lane import Lane, Planned, Remains, Residents, kept
+from lamina.schedule.lane_times import LaneTimes
 from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Moves
-from lamina.schedule.pace import LEARN, Pace
+from lamina.schedule.pace import Pace
 from lamina.schedule.policy import FIFO, HASTE, Policy, keep_deadlines, rank_of
 from lamina.schedule.prefix_times import PrefixTimes
 from lamina.schedule.recall import Recall
@@ -102,10 +103,10 @@ class Scheduler:
         self._pace = pace
         self._policy = policy
         self.lane_policy = policy.lane_policy(limits.max_num_batched_tokens, attentions)
-        self._token_s = 0.0  # recent seconds per prompt token
         self._now = 0.0  # seconds of the clock that ``Turn.plan`` uses
         self._arrived: list[Group] = []  # requests submitted since the last ``set_time``
         self._lanes = [self._new_lane(number) for number in range(lanes)]
+        self._times = LaneTimes(self._lanes)
         self._ready = Readiness(lanes)
         self._deals_again = False  # once no step is in flight
         self._requests: dict[str, Group] = {}
@@ -116,7 +117,7 @@ class Scheduler:
         self.prefixes = PrefixCache(placement, self._sequences, prefix_cache, window, self._uses_prefix)
         self._recall = Recall(placement, self.prefixes, window > 0)
         self._residents = Residents(placement, self.prefixes, self._lanes)
-        self._admissions = Admissions(limits, placement, self._residents, self.prefixes, policy)
+        self._admissions = Admissions(limits, placement, self._residents, self.prefixes, policy, self._times)
         self._dealer = Dealer(
             limits,
             placement,
@@ -149,10 +150,10 @@ class Scheduler:
         """Return the prompts of a lane to run in order, and their share of its rows, see ``Lead``."""
         prompts = [*owners]
         due = [group.arrived_s + self._policy.due_s(group) - self._now for group in owners.values()]
-        if not self._token_s or min(due) == math.inf:
+        if not self._times.token_s or min(due) == math.inf:
             return prompts[:1], self._policy.first_share
         kept, share = keep_deadlines(
-            [(one.left * self._token_s, left_s) for one, left_s in zip(prompts, due, strict=True)]
+            [(one.left * self._times.token_s, left_s) for one, left_s in zip(prompts, due, strict=True)]
         )
         return [prompts[place] for place in kept] or prompts[:1], min(1.0, HASTE * share)
 
@@ -271,6 +272,7 @@ class Scheduler:
         """End a completion. After the last completion of a request, its id is free."""
         if self.lane_policy is not None:
             self.lane_policy.note_output(len(completion.generated))
+        self._times.note_output(len(completion.generated))
         self._end(group, completion)
         if not group.alive and self._requests.get(group.request.request_id) is group:
             del self._requests[group.request.request_id]
@@ -417,7 +419,7 @@ class Scheduler:
             group.arrived_s = now
         self._arrived.clear()
         self._now = now
-        self._admissions.expire(now, self._token_s)
+        self._admissions.expire(now, self._times.token_s)
         self._dealer.set_time(now)
 
     def plannable(self, depth: int) -> Iterator[int]:
@@ -610,13 +612,22 @@ class Scheduler:
         """Seconds that one lane would take for all prompt tokens of known requests that have not been computed."""
         waiting = sum(group.to_run for group in self._requests.values() if group.lane < 0)
         begun = sum(one.left for group in self._all_running for one in group.completions if not one.finished)
-        return self._token_s * (waiting + begun)
+        return self._times.token_s * (waiting + begun)
 
     def note_prompts(self, plan: StepPlan, busy_s: float, waited_s: float) -> None:
         """Record a completed step with prompt tokens: ``busy_s`` in slices, ``waited_s`` for attention."""
         self._prefix_times.note_step(plan, busy_s, waited_s)
-        latest_s = (busy_s + waited_s) / sum(len(chunk.tokens) for chunk in plan.chunks)
-        self._token_s += (LEARN if self._token_s else 1.0) * (latest_s - self._token_s)
+        self._times.add_step(plan, busy_s + waited_s)
+
+    def note_decoding(self, plan: StepPlan, seconds: float) -> None:
+        """Record a completed step without prompt tokens that took ``seconds``."""
+        if self.compares_lanes:
+            self._times.add_step(plan, seconds)
+
+    @property
+    def compares_lanes(self) -> bool:
+        """True if requests choose between replicas by the times of steps: cached prefixes are in local memory."""
+        return self.prefixes.enabled and any(map(self.placement.others, range(len(self._lanes))))
 
     def _uses_prefix(self, group: Group, hit: int) -> bool:
         """Return whether a request uses a cached prefix of ``hit`` tokens: always if its prompt would not fit scratch

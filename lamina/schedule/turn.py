@@ -247,6 +247,8 @@ class Turn:
             self._pace.on_step_done(plan, done.busy_s, done.waited_s)
         if plan.chunks and done.rows:
             self.scheduler.note_prompts(plan, done.busy_s, done.waited_s)
+        elif done.rows:
+            self.scheduler.note_decoding(plan, done.busy_s + done.waited_s)
         if self.scheduler.lane_policy is not None and done.rows:
             self.scheduler.lane_policy.note_step(plan, done.rows, done.busy_s, done.waited_s)
         if self._suspects.searching:
@@ -262,7 +264,7 @@ class Turn:
         """Return how many further steps of a lane, behind ``DEPTH`` in flight, would only be its last one again until
         a request arrives or another lane's step completes. 0 if the times of steps are learned from."""
         learning = self._pace, self._balancing, self._chooser, self.scheduler.lane_policy
-        learns = any(one is not None for one in learning)
+        learns = any(one is not None for one in learning) or self.scheduler.compares_lanes
         if learns or self._suspects.searching or self.is_paused or self._pipeline.role(lane) != "both":
             return 0
         return self.scheduler.unchanged_steps(lane) if self.scheduler.in_flight(lane) == DEPTH else 0

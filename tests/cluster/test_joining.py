@@ -6,15 +6,15 @@ import pytest
 
 from lamina.cluster.joining import Fabric, require_ranks_together
 from lamina.control.messages import Hello
-from lamina.core.errors import ConfigError
+from lamina.core.errors import ConfigError, TransportError
 from lamina.core.pipeline import Pipeline, Shape
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import AttentionSpec, DType
-from lamina.dataplane.leases import Leases, messages
+from lamina.dataplane.leases import PINNED_SPARE_LINKS, SPARE_LINKS, Leases, messages
 
 
 def test_a_memory_worker_that_joins_before_lost_workers_are_replaced_has_room_for_them() -> None:
-    """Also where RDMA pins arenas, which get no room for more workers than the pools are to have."""
+    """Also where RDMA pins arenas, which get room for few workers more than the pools are to have."""
     sizes = messages([AttentionSpec(0, 4, 2, 64, 64, 1.0)], DType.FLOAT32, 16, 0)
     plan = Mock(greetings={}, config=Mock(transport="tcp"))
     fabric = Fabric(Mock(), plan, Mock(), Mock(), sizes, pinned={"memory2"})
@@ -22,9 +22,15 @@ def test_a_memory_worker_that_joins_before_lost_workers_are_replaced_has_room_fo
     members = tuple(Member(name, "compute" if "compute" in name else "memory", "cpu", "") for name in names)
     register = fabric.register_message(members[-1], Topology(FIRST, members, Pipeline(1, 1)), missing=3)
     leases = Leases(register.arena)
-    for slot_nbytes in (0, *[sizes.request] * 4):  # memory1, compute0, and three compute workers that come later
+    later = 3 + PINNED_SPARE_LINKS  # lost compute workers, and others that make the pools grow
+    for slot_nbytes in (
+        0,
+        *[sizes.request] * (1 + later),
+    ):  # memory1, compute0, and all compute workers that come later
         leases.lease(slot_nbytes)
-    assert fabric.most_links == {"memory2": 5}
+    with pytest.raises(TransportError, match="for another link"):
+        leases.lease(sizes.request)
+    assert fabric.most_links == {"memory2": 2 + later} and later < SPARE_LINKS
 
 
 def test_ranks_on_gpus_of_two_machines_are_one_clear_error() -> None:

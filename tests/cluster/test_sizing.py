@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lamina.cluster import sizing
+from lamina.cluster import model_checks, sizing
 from lamina.cluster.pool import Assigned, Devices
 from lamina.config.engine_config import EngineConfig
 from lamina.control.messages import Hello
@@ -54,9 +54,11 @@ def test_linear_scaling_lets_longer_contexts_be_asked_for(rope: dict[str, Any], 
 def test_a_lower_bound_of_weights_is_below_those_of_the_bundled_checkpoint() -> None:
     model = directory.find(None)
     stored = sum(entry.nbytes for entry in model.tensors.values())  # bfloat16
-    least = {given: sizing.least_weight_nbytes(EngineConfig(quantization=given), model) for given in ("none", "int4")}
+    least = {
+        given: model_checks.least_weight_nbytes(EngineConfig(quantization=given), model) for given in ("none", "int4")
+    }
     assert least == {"none": stored, "int4": stored // 4}
-    assert sizing.least_weight_nbytes(EngineConfig(dtype="float32"), model) == 2 * stored
+    assert model_checks.least_weight_nbytes(EngineConfig(dtype="float32"), model) == 2 * stored
 
 
 @pytest.mark.parametrize(
@@ -74,6 +76,20 @@ def test_a_lower_bound_of_weights_is_below_those_of_the_bundled_checkpoint() -> 
         ({"quantization": "int8"}, ["cpu"], Devices(2, 3_000_000), None),
         ({"tensor_parallel": 2}, ["cuda", "cuda"], Devices(2, 1, ("H20",) * 2, gpu_bytes=(3_000_000,) * 2), None),
         ({"pipeline_parallel": 2}, ["cpu", "remote"], Devices(2, 3_000_000), None),
+        # Of two stages, the smaller one has less than half of the weights, whose 3.7 MB both GPUs hold together.
+        ({"pipeline_parallel": 2}, ["cuda"] * 2, Devices(2, 1, ("H20",) * 2, gpu_bytes=(1_500_000, 2_500_000)), None),
+        (
+            {"pipeline_parallel": 2},
+            ["cuda"] * 2,
+            Devices(2, 1, ("H20",) * 2, gpu_bytes=(1_000_000, 2_500_000)),
+            "compute0, compute1 on cuda together have 0.0 GB of memory",
+        ),
+        (
+            {"tensor_parallel": 2},
+            ["cuda"] * 2,
+            Devices(2, 1, ("H20",) * 2, gpu_bytes=(3_000_000, 1_500_000)),
+            "compute1 on cuda has 0.0 GB of memory, and the weights of .* take at least 0.0 / 2 GB",
+        ),
         ({"ray": "auto"}, ["cuda"], Devices(2, 1), None),  # of a machine that the engine is not on
         ({"ray": "auto"}, ["cpu"], Devices(2, 1), None),
     ],
@@ -87,10 +103,10 @@ def test_devices_that_cannot_hold_the_weights_are_refused_before_workers_start(
     }
     config, model = EngineConfig(**settings), directory.find(None)
     if says is None:
-        sizing.require_room(config, model, computes, devices)
+        model_checks.require_room(config, model, computes, devices)
         return
     with pytest.raises(ConfigError, match=says):
-        sizing.require_room(config, model, computes, devices)
+        model_checks.require_room(config, model, computes, devices)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +122,7 @@ def test_weights_are_advised_to_be_rounded_only_where_they_can_be(
     config = EngineConfig(quantization=quantization)
     for kind, devices in ("cpu", Devices(2, 1)), ("cuda", Devices(2, 1, ("H20",), gpu_bytes=(1,))):
         with pytest.raises(ConfigError) as error:
-            sizing.require_room(config, model, {"compute0": Assigned(kind, f"{kind}:0")}, devices)
+            model_checks.require_room(config, model, {"compute0": Assigned(kind, f"{kind}:0")}, devices)
         assert (f"give quantization {advised}, or" in str(error.value)) == bool(advised)
         assert ("quantization" in str(error.value)) == bool(advised)
 

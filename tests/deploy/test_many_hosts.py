@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from lamina.cli import app
 from lamina.cluster.pool import own_kinds, parse, ray_bundle
 from lamina.config.engine_config import EngineConfig
+from lamina.config.settings import read_settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -90,11 +91,12 @@ def test_ray_serve_accepts_the_application_s_configuration() -> None:
     schema.ServeDeploySchema(**yaml.safe_load(service["spec"]["serveConfigV2"]))
 
 
-def test_workers_in_pods_of_their_own_find_the_engine() -> None:
-    folder = DEPLOY / "kubernetes" / "workers"
+@pytest.mark.parametrize(("name", "pool", "local"), [("workers", "memory", False), ("prefill", "prefill", True)])
+def test_workers_in_pods_of_their_own_find_the_engine(name: str, pool: str, local: bool) -> None:
+    folder = DEPLOY / "kubernetes" / name
     (kustomization,) = documents(folder / "kustomization.yaml")
     assert all((folder / name).exists() for name in kustomization["resources"])
-    workers, service = documents(folder / "memory.yaml")
+    workers, service = documents(folder / f"{pool}.yaml")
     for each in (workers, service):
         kubernetes_validate.validate(each, "1.34", strict=True)
     (worker,) = workers["spec"]["template"]["spec"]["containers"]
@@ -110,7 +112,13 @@ def test_workers_in_pods_of_their_own_find_the_engine() -> None:
     assert (patch["metadata"]["name"], engine["name"]) == (server["metadata"]["name"], base["name"])
     assert_options_exist(engine["args"])
     assert f"--listen=$(POD_IP):{port['port']}" in engine["args"]
-    assert f"--memory=remote:{workers['spec']['replicas']}" in engine["args"]
+    assert f"--role={pool}" in worker["args"]
+    assert f"--{pool}=remote:{workers['spec']['replicas']}" in engine["args"]
+    EngineConfig(
+        **read_settings(DEPLOY / "kubernetes" / "lamina.yaml", EngineConfig)
+        | dict(argument[2:].split("=") for argument in engine["args"] if argument.startswith((f"--{pool}", "--memory")))
+    )
+    assert ("--memory=local" in engine["args"]) == local
     assert service["spec"]["selector"].items() <= server["spec"]["template"]["metadata"]["labels"].items()
     secrets = {one["name"] for one in engine["env"]} & {one["name"] for one in worker["env"]}
     assert secrets == {"LAMINA_SECRET"}

@@ -267,3 +267,31 @@ def test_throughput_moves_as_much_as_maximises_both_workers_tokens_per_second(sl
     best = max(range(0, whole + 1, LEAST), key=both)
     proposals = ByThroughput().propose(view)
     assert [one.tokens for one in proposals if one.request == "long"] == ([best] if best else [])
+
+
+@pytest.mark.parametrize("name", ["throughput", "ledger"])
+def test_creditors_on_the_debtor_s_host_come_before_all_others(name: Balance) -> None:
+    """Each worker that would lend if it were the only creditor is found by asking for every one alone."""
+
+    def borrowed(view: View) -> list[Proposal]:
+        return [proposal for proposal in POLICIES[name]().propose(view) if not proposal.returns]
+
+    near_before_far = 0
+    for seed in range(400):
+        draw = random.Random(seed)
+        view = pool(draw)
+        hosts = {worker: draw.choice("ab") for worker in view.loads}
+        loads = {worker: replace(load, host=hosts[worker]) for worker, load in view.loads.items()}
+        view = View(loads, [one for one in view.held if one.worker == one.home], view.dense_s)  # nothing is lent yet
+        if not (proposals := borrowed(view)):
+            continue
+        source, first = proposals[0].source, proposals[0].targets[0]
+        able = set[str]()
+        for worker in loads.keys() - {source}:
+            alone = {one: replace(load, accepts=one == worker) for one, load in loads.items()}
+            if any(one.source == source for one in borrowed(View(alone, view.held, view.dense_s))):
+                able.add(worker)
+        near = {worker for worker in able if hosts[worker] == hosts[source]}
+        assert first in (near or able)
+        near_before_far += 0 < len(near) < len(able)
+    assert near_before_far > 5

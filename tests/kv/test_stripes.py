@@ -14,7 +14,7 @@ from lamina.core.heads import HeadShards
 from lamina.core.pipeline import Pipeline, Shape
 from lamina.core.segments import grown
 from lamina.core.topology import FIRST, Member, Topology
-from lamina.core.types import Segment
+from lamina.core.types import Partition, Segment
 from lamina.kv.stripes import StripedPlacement, stripes
 from lamina.kv.stripes import placement as partitioned
 
@@ -41,10 +41,10 @@ def topology(capacities: dict[str, int]) -> Topology:
 class Pool:
     """A placement and what was reserved on it."""
 
-    def __init__(self, capacities: list[int], shards: int, longest: int | None) -> None:
-        self.shards, self.longest = shards, longest
+    def __init__(self, capacities: list[int], shards: int, longest: int | None, partition: Partition) -> None:
+        self.shards, self.longest, self.partition = shards, longest, partition
         self.workers = {f"memory{index}": capacity for index, capacity in enumerate(capacities)}
-        self.placement = StripedPlacement(self.workers, HeadShards(shards, shards), longest)
+        self.placement = StripedPlacement(self.workers, HeadShards(shards, shards), longest, partition=partition)
         self.held: list[tuple[str, int, int]] = []  # place, tokens, sequences
         self.joined = 0
 
@@ -55,6 +55,8 @@ class Pool:
             assert sum(part for _, part in spans) == tokens
             bounded = self.longest is None or not placement.splits(tokens)
             assert bounded or max(part for _, part in spans) <= (self.longest or 0)
+            assert self.partition != "request" or len(spans) == 1
+            assert self.partition == "auto" or {place for place, _ in spans} <= self.workers.keys(), "all heads there"
             self.held += [(place, part, 0) for place, part in spans[:-1]] + [(*spans[-1], sequences)]
         elif not any(placement.reserved.values()) and not placement.closed:
             assert tokens > placement.total
@@ -113,25 +115,36 @@ CALLS = (Pool.reserve, Pool.reserve, Pool.grow, Pool.grow, Pool.end, Pool.close,
 @given(
     capacities=st.lists(st.integers(1, 200), min_size=2, max_size=5),
     shards=st.integers(2, 5),
-    longest=st.sampled_from([None, 17]),
+    divided=st.sampled_from([(None, "auto"), (17, "auto"), (None, "request"), (None, "token"), (17, "token")]),
     script=st.lists(st.tuples(st.sampled_from(CALLS), st.integers(1, 120), st.integers(1, 3)), max_size=60),
 )
 def test_no_worker_is_ever_given_more_than_it_has(
-    capacities: list[int], shards: int, longest: int | None, script: list[tuple[Any, int, int]]
+    capacities: list[int],
+    shards: int,
+    divided: tuple[int | None, Partition],
+    script: list[tuple[Any, int, int]],
 ) -> None:
-    pool = Pool(capacities, shards, longest)
+    pool = Pool(capacities, shards, *divided)
     for call, tokens, sequences in script:
         call(pool, tokens, sequences)
         pool.check()
 
 
-def test_a_request_for_one_worker_is_refused_if_it_is_too_long_for_any() -> None:
-    pool = {"memory0": 50, "memory1": 40}
-    one = partitioned("request", pool, HeadShards(4), None, topology(pool))
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_request_for_one_worker_is_refused_if_it_is_too_long_for_any(shards: int) -> None:
+    """Whether or not ranks share its heads."""
+    pool, heads = {"memory0": 50, "memory1": 40}, HeadShards(4, shards)
+    one = partitioned("request", pool, heads, None, topology(pool))
     one.require_possible(50)
     with pytest.raises(RequestError, match="51 KV tokens; a memory worker, which is to hold all of it, has 50"):
         one.require_possible(51)
-    partitioned("auto", pool, HeadShards(4), None, topology(pool)).require_possible(90)
+    partitioned("auto", pool, heads, None, topology(pool)).require_possible(88)
+
+
+def test_an_equal_part_of_a_requests_tokens_is_on_every_worker_with_all_heads() -> None:
+    pool = {"memory0": 5000, "memory1": 5000}
+    placed = partitioned("token", pool, HeadShards(4, 2), None, topology(pool))
+    assert sorted(placed.reserve(3000, 1) or []) == [("memory0", 1500), ("memory1", 1500)]
 
 
 def test_tokens_are_divided_evenly_among_all_workers() -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from lamina import Lamina, SamplingParams
-from lamina.cluster.sizing import least_weight_nbytes
+from lamina.cluster.model_checks import least_weight_nbytes
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import UnsupportedModelError
 from lamina.core.types import DType

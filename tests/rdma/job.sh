@@ -5,6 +5,7 @@
 set -euo pipefail
 kernel=$1 stdlib=$2 site=$3
 shift 3
+ln -sfn "$kernel/lib/modules/$(uname -r)" /lib/modules/ # for modules that the kernel loads itself; see run.sh
 for module in virtio_blk ext4; do
     modprobe -d "$kernel" $module
 done

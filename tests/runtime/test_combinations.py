@@ -50,7 +50,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "autoscale": ("none", "memory", "compute", "prefill"),
     "loss": ("none", "loss"),
 }
-"""``lanes``: for each stage of each replica. ``replicas``: in all; two at least if one of them only runs prompts.
+"""``lanes``: for each stage of each replica. ``replicas``: in all; two if one of them may only run prompts.
 ``prefill degrees``: the replica that only runs prompts has other ranks and stages."""
 
 PRODUCT = ("ranks", "stages", "lanes", "memory", "prefill", "partition")
@@ -62,7 +62,8 @@ def settings_of(case: Case) -> dict[str, Any]:
     """Return the settings of a case."""
     ranks, stages, apart = case["ranks"], case["stages"], case["prefill"] != "shared"
     early = OTHER_DEGREES[ranks, stages] if case["prefill"] == "degrees" else (ranks, stages)
-    replicas, group = max(case["replicas"], 1 + apart), ranks * stages
+    replicas = 2 if apart or case["autoscale"] == "prefill" else case["replicas"]
+    group = ranks * stages
     computes, memories = (replicas - apart) * group, {"pool": 2, "local": 0, "both": 1}[case["memory"]]
     targets = case["policy"] == "slo" or case["autoscale"] == "prefill"
     bounds = {

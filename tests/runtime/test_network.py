@@ -228,3 +228,13 @@ def test_rdma_with_packets_lost_and_late(model: Model, rdma_engine: Engine) -> N
 
 def test_rdma_when_a_memory_worker_leaves(model: Model, rdma_engine: Engine) -> None:
     leave_with_kv(rdma_engine, model)  # by one-sided reads
+
+
+def test_rdma_when_workers_of_both_pools_join(model: Model, rdma_engine: Engine) -> None:
+    """Pinned arenas have room for their links; the joiners' queue pairs are made while requests run."""
+    grown = rdma_engine.scale(memory=1, compute=1)
+    assert generate(rdma_engine, lambda: grown.result(PATIENCE_S)) == model.expected
+    members = rdma_engine.topology.names
+    assert len(members) == 4 and generate(rdma_engine) == model.expected
+    found = {pair: choice.transport for pair, choice in rdma_engine.cluster.links.items() if members.issuperset(pair)}
+    assert set(found.values()) == {Transport.RDMA} and len(found) == 6

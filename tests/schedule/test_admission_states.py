@@ -27,6 +27,7 @@ from lamina.kv.prefix_cache import PrefixCache
 from lamina.schedule import admission
 from lamina.schedule.admission import Admissions, Seats, request_to_preempt
 from lamina.schedule.lane import Residents
+from lamina.schedule.lane_times import LaneTimes
 from lamina.schedule.limits import Limits
 from lamina.schedule.policy import FIFO
 from tests.support.schedules import client, request
@@ -79,7 +80,7 @@ class Waiting(RuleBasedStateMachine):
         self.placement = Placement(self.topology.capacities)
         prefixes = PrefixCache(self.placement, itertools.count(), enabled=False)
         self.residents = Residents(self.placement, prefixes, [])
-        self.admissions = Admissions(LIMITS, self.placement, self.residents, prefixes, FIFO)
+        self.admissions = Admissions(LIMITS, self.placement, self.residents, prefixes, FIFO, LaneTimes([]))
         self.seats = Seats(PIPELINE.lanes)
         self.model = Model()
         self.allowed: set[str] | None = None

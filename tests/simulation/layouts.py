@@ -224,7 +224,6 @@ def _degrees(made: Layout, chance: random.Random) -> Layout:
         compute=f"{CPU}:{computes}/tp{late[0]}/pp{late[1]}",
         prefill=f"{CPU}:{prefills}/tp{early[0]}/pp{early[1]}",
         memory=f"{CPU}:{memories}",
-        partition=made.config.partition if made.config.partition in ("auto", "head") else "auto",
         balance="auto",
         kv_overcommit=1.0,
         kv_spill_dir=None,
