@@ -52,7 +52,7 @@ PYTHONPATH="$work/python" "$python" -c "import pyverbs.device" 2>/dev/null ||
 # Frequently read files go to a disk of the virtual machine: importing torch over the shared file system takes minutes.
 paths() { "$python" -c "import sysconfig; print(sysconfig.get_path('$1'))"; }
 stdlib=$(paths stdlib) site=$(paths platlib) disk=$work/disk.img
-unneeded="PIL clang_format cmake fontTools hf_xet kubernetes_validate matplotlib mypy mypyc *__mypyc*.so openai openvino* pillow.libs pip promql_parser pyarrow ray scipy scipy.libs textual torch/bin torch/include torch/test transformers triton"
+unneeded="PIL clang_format cmake fontTools hf_xet kubernetes_validate matplotlib mypy mypyc *__mypyc*.so openai openvino* pillow.libs pip promql_parser pyarrow ray scipy scipy.libs textual torch/include torch/test transformers triton"
 stage() { cp -al "$1" "$2" 2>/dev/null || { rm -rf "$2" && cp -a "$1" "$2"; }; } # links, where both are on one file system
 if [ ! -e "$disk" ] || [ -n "$(find "$site" -newer "$disk" -name '*.so' -print -quit)" ]; then
     say "copying Python's packages to a disk for the virtual machine: takes about half a minute"
