@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from lamina.compute.lanes import Lanes
+from lamina.compute.local_memory import Served
 from lamina.compute.mail import Mail, Request
 from lamina.control.messages import REPORT_S, Connect, KvMoved, Working
 from lamina.control.sockets import ControlClient
@@ -74,9 +75,9 @@ class Lender:
         return bool(self._mail.lenders) or self.is_busy
 
     @property
-    def served(self) -> tuple[float, int, int]:
-        """Seconds of attention so far, requests that have waited for earlier chunks, and bytes of these requests."""
-        return self._serving.busy_s, self._serving.parked, self._serving.parked_nbytes
+    def served(self) -> Served:
+        """Attention for other replicas so far."""
+        return Served(self._serving.busy_s, self._serving.parked, self._serving.parked_nbytes)
 
     @property
     def awaits_plan(self) -> bool:

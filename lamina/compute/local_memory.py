@@ -16,7 +16,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,12 +35,23 @@ from lamina.memory.store import KvStore, StepTables
 from lamina.memory.watermarks import Storing
 from lamina.splitter.parts import ONLY, Rank
 
-if TYPE_CHECKING:
-    from lamina.compute.lending import Lender
-
 Partial = tuple[Array, Array]  # (out [R, Hq, Dv], lse [R, Hq]), float32
 Index = slice | Array
 Partials = dict[tuple[object, ...], Partial]
+
+
+class Served(NamedTuple):
+    """What a compute worker has done for other replicas so far.
+
+    Attributes:
+        seconds: Time of attention.
+        parked: Requests that have waited for earlier chunks.
+        parked_nbytes: Bytes of these requests.
+    """
+
+    seconds: float = 0.0
+    parked: int = 0
+    parked_nbytes: int = 0
 
 
 class LocalMemory:
@@ -77,14 +88,13 @@ class LocalMemory:
         self._parked += 1
         self._parked_nbytes += nbytes
 
-    def report_usage(self, lender: "Lender | None") -> None:
+    def report_usage(self, served: Served) -> None:
         """Report the slab's use, attention and waits, if a report is due.
 
-        ``lender``: Serves other replicas. On a GPU no time of attention is known, since kernels run later.
+        ``served``: Attention for other replicas. On a GPU no time of attention is known, since kernels run later.
         """
-        seconds, parked, nbytes = (0.0, 0, 0) if lender is None else lender.served
-        busy_s = 0.0 if self._spent is None else self._spent.seconds + seconds
-        self._usage.send_if_due(busy_s, self._parked + parked, self._parked_nbytes + nbytes)
+        busy_s = 0.0 if self._spent is None else self._spent.seconds + served.seconds
+        self._usage.send_if_due(busy_s, self._parked + served.parked, self._parked_nbytes + served.parked_nbytes)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from lamina.compute.exchange import StepExchange
 from lamina.compute.lanes import Lane, Lanes
 from lamina.compute.lending import Lender
 from lamina.compute.loading import load, load_tokenizer
-from lamina.compute.local_memory import LocalMemory, Scratch
+from lamina.compute.local_memory import LocalMemory, Scratch, Served
 from lamina.compute.mail import Mail
 from lamina.compute.ranks import EpochEndingError, RankWait, SliceOrder
 from lamina.compute.sequences import Sequences
@@ -319,7 +319,7 @@ class ComputeWorker(WorkerLoop):
         """
         self._answer()
         if self._memory is not None:
-            self._memory.report_usage(self._lender)
+            self._memory.report_usage(Served() if self._lender is None else self._lender.served)
         self._mail.flush()
         reads = self._lender is not None or self._lanes.lacks_steps
         if reads and (message := self._control.poll()) is not None:

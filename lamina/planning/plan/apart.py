@@ -105,7 +105,7 @@ class Apart:
     def _decoding(self, way: Way) -> tuple[Floats, Floats, Floats]:
         """Return batches of a group that only decodes, the seconds of a step of each, and the prompt tokens found."""
         prefill, decode = (self.models[kind.kind].widened for kind in (way.prompts, way.compute))
-        here, there = ((1 - WATERMARK) * self.copies.free(kind, way) for kind in (way.compute, way.prompts))
+        here, there = ((1 - WATERMARK) * self.copies.kv_room(kind, way) for kind in (way.compute, way.prompts))
         # Replicas that prefill hold KV too, if they attend for others.
         spreads = spreads_memory(way.tensor_parallel, (way.prompts, way.compute))
         there *= way.prefill_replicas / way.replicas if spreads else 0.0

@@ -46,7 +46,7 @@ class Copies:
         least = fewest_stages(self._shape, self._models[kind.kind].usable_bytes, way.tensor_parallel)
         return least is not None and least <= way.stages <= self._shape.layers
 
-    def free(self, kind: Hardware, way: Way) -> float:
+    def kv_room(self, kind: Hardware, way: Way) -> float:
         """Return the tokens of KV that fit beside one copy of the weights, with steps of up to ``way.chunk`` tokens."""
         usable = self._models[kind.kind].usable_bytes - self._host(self._models[kind.kind]).reserved(way.chunk)
         return kv_tokens(self._shape, way.stages, way.tensor_parallel * usable)

@@ -111,7 +111,7 @@ class Server:
                 return f"the longest request has {longest} tokens; {way.memory_workers} {way.second.kind} hold {room}"
             return self._lacks_scratch(way)
         count = self._copies.lenders(way)
-        room = int(LONGEST_SHARE * count * self._copies.free(way.compute, way))
+        room = int(LONGEST_SHARE * count * self._copies.kv_room(way.compute, way))
         if longest > room:
             holders = f"{count * way.group} {way.compute.kind} hold {room} beside the weights"
             return f"the longest request has {longest} tokens; {holders}"
@@ -165,7 +165,7 @@ class Server:
         local, lenders = way.kind is Kind.LOCAL, self._copies.lenders(way)
         model = model.widened if local else model
         # Lamina keeps slots free for sequences to grow; vLLM preempts.
-        room = (1 - WATERMARK if local else 1) * self._copies.free(way.compute, way)
+        room = (1 - WATERMARK if local else 1) * self._copies.kv_room(way.compute, way)
         rows, found = self._copies.rows(room, stages, way.chunk, ahead=AHEAD if local else 0, lenders=lenders)
         if not len(rows):
             return None
