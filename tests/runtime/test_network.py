@@ -232,8 +232,10 @@ def test_rdma_when_a_memory_worker_leaves(model: Model, rdma_engine: Engine) -> 
 
 def test_rdma_when_workers_of_both_pools_join(model: Model, rdma_engine: Engine) -> None:
     """Pinned arenas have room for their links; the joiners' queue pairs are made while requests run."""
-    grown = rdma_engine.scale(memory=1, compute=1)
-    assert generate(rdma_engine, lambda: grown.result(PATIENCE_S)) == model.expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LAMINA_CACHE_DIR", str(Path(model.path, network_model.CACHE)))
+        grown = rdma_engine.scale(memory=1, compute=1)
+        assert generate(rdma_engine, lambda: grown.result(PATIENCE_S)) == model.expected
     members = rdma_engine.topology.names
     assert len(members) == 4 and generate(rdma_engine) == model.expected
     found = {pair: choice.transport for pair, choice in rdma_engine.cluster.links.items() if members.issuperset(pair)}
