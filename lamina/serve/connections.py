@@ -198,14 +198,20 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        async def send_if_there(message: Any) -> None:
+            if self.transport.is_closing():
+                await asyncio.sleep(0)  # uvicorn hears that the client has left, and drops the message
+            await send(message)
+
         chunked = scope["method"] != "HEAD" and self.conn.their_http_version == b"1.1"
         scope["extensions"] = {CONNECTION: self} if chunked else {}
-        await self._app(scope, receive, send)
+        await self._app(scope, receive, send_if_there)
 
     @property
     def may_write(self) -> bool:
         """Whether the client is there, and reads fast enough."""
-        return self.cycle is not None and not self.cycle.disconnected and not self.flow.write_paused
+        here = self.cycle is not None and not self.cycle.disconnected and not self.transport.is_closing()
+        return here and not self.flow.write_paused
 
     def write_chunk(self, data: bytes) -> None:
         """Write a part, not empty, of an answer without Content-Length that has begun, past middleware and h11."""

@@ -94,12 +94,13 @@ class Generation:
         connection = self._connection
         if connection is None or not connection.may_write:
             return False
-        updates = self._outputs.pop_middle(MOST_POSITIONS)
+        updates, events = self._outputs.pop_middle(MOST_POSITIONS), b""
         for prompt, update in updates:
             self._receive(prompt, update)
-            pieces = [*self._sent.advance(prompt, update)]
-            if pieces and (events := self._writer.write_events(pieces, self.usage)):
-                connection.write_chunk(events)
+            if pieces := [*self._sent.advance(prompt, update)]:
+                events += self._writer.write_events(pieces, self.usage)
+        if events:
+            connection.write_chunk(events)
         return bool(updates)
 
     def _receive(self, prompt: int, update: RequestUpdate) -> None:
