@@ -332,7 +332,7 @@ class Admissions:
         others = self._placement.others
         if not others(emptiest):
             return [emptiest]
-        found = self._prefixes.find(group)
+        expected_s = self._expected_s(group, lanes, seats)
 
         def order(lane: int) -> tuple[float, int, int, int]:
             elsewhere = others(lane)
@@ -340,15 +340,15 @@ class Admissions:
             taken = seats.taken[lane] or (1 if held else 0)
             return expected_s.get(elsewhere, 0.0), taken, held, lane
 
-        expected_s = self._expected_s(group, lanes, seats) if found else {}
-
         by_replica = {others(lane): lane for lane in sorted(lanes, key=order, reverse=True)}
         return sorted(by_replica.values(), key=order)
 
     def _expected_s(self, group: Group, lanes: Sequence[int], seats: Seats) -> dict[frozenset[str], float]:
-        """Return the seconds that a request is expected to take on each replica, by the workers of the others."""
-        expected, found = dict[frozenset[str], float](), self._prefixes.find(group)
-        for elsewhere in {self._placement.others(lane) for lane in lanes}:
+        """Return the seconds that a request is expected to take on each replica, by the workers of the others; nothing
+        if no replica has a prefix of it."""
+        expected = dict[frozenset[str], float]()
+        found = self._prefixes.find(group)
+        for elsewhere in {self._placement.others(lane) for lane in lanes} if found else ():
             own = [lane for lane in lanes if self._placement.others(lane) == elsewhere]
             cached = max((one.length for worker, one in found.items() if worker not in elsewhere), default=0)
             taken = sum(seats.taken[lane] for lane in own)

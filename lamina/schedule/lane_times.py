@@ -38,7 +38,8 @@ class LaneTimes:
     def seconds(self, lanes: Sequence[int], tokens: int, sequences: int) -> float:
         """Return the seconds that a request is expected to take on the replica of ``lanes``, until its last token.
 
-        Its prompt runs after those of the lanes, and each of its tokens takes a step with their sequences.
+        Its prompt runs after those of the lanes, and each of its tokens takes a step with their sequences. Until a
+        prompt has run, as after a restart of the engine, each prompt token counts as a second.
 
         Args:
             lanes: The lanes of the replica.
@@ -46,5 +47,5 @@ class LaneTimes:
             sequences: Sequences of the lanes.
         """
         groups = (group for lane in lanes for group in self._lanes[lane].running if group.alive and not group.forked)
-        prompts_s = self.token_s * (tokens + sum(group.completions[0].left for group in groups))
+        prompts_s = (self.token_s or 1.0) * (tokens + sum(group.completions[0].left for group in groups))
         return prompts_s + (self._output * self._steps.at(sequences + 1) if self._measured else 0.0)

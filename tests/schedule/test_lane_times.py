@@ -2,10 +2,11 @@
 
 import pytest
 
-from lamina.control.messages import StepDone
+from lamina.control.messages import Computed, StepDone
 from lamina.core.pipeline import Pipeline
 from lamina.core.steps import StepPlan
 from lamina.core.topology import FIRST, Member, Topology
+from lamina.core.types import Segment
 from lamina.kv.placement import Placement
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import Turn
@@ -67,3 +68,14 @@ def test_a_request_runs_where_it_ends_first_wherever_its_prefix_lies(more: int, 
     saved_s, longer_s = token_s * PREFIX, OUTPUT * ROW_S * more
     assert abs(saved_s / longer_s - 1) > 0.1, "too close to call"
     assert found == (holder if saved_s > longer_s else 1 - holder)
+
+
+def test_requests_that_come_again_after_a_restart_run_where_their_kv_is() -> None:
+    """Nothing has been measured then."""
+    replicas, names = Replicas(token_s=1e-3), [str(number) for number in range(4)]
+    scheduler = replicas.turn.scheduler
+    places = [Segment(number, f"compute{number % 3 and 1}", (0, 2), (0, None)) for number in range(4)]
+    scheduler.recall([Computed(name, 0, one.sequence, PREFIX, [one]) for name, one in zip(names, places, strict=True)])
+    groups = [scheduler.submit(request(name, PREFIX + 8, max_tokens=OUTPUT, cache_salt=name)) for name in names]
+    list(replicas.turn.plan(0.0))
+    assert [(group.lane, group.hit) for group in groups] == [(0, PREFIX), (1, PREFIX), (1, PREFIX), (0, PREFIX)]
