@@ -64,7 +64,7 @@ class Lane:
     completed: int = 0  # number of completed steps; ``decoding.steps`` counts planned ones
     turn: int = 0  # attentions of the lane's planned steps
     histories: dict[int, list[int]] = field(default_factory=dict)  # for the next plan
-    grown: list[Segment] = field(default_factory=list)  # for the next plan
+    grown: list[Segment] = field(default_factory=list)  # for the plan that is being made
     chosen: dict[Group, None] = field(default_factory=dict)  # beam searches with a choice to apply
     due: dict[Completion, Group] = field(default_factory=dict)  # beams whose next token is known and has not run
     stepping: list[int] = field(default_factory=list)  # beams that the last plan decodes
@@ -89,7 +89,7 @@ class Lane:
     def only_decodes(self) -> bool:
         """Whether sequences decode, and none joins the next step or is released with its plan."""
         waiting = self.dealt or self.prompts or self.prompted or self.prompts_run or self.due or self.chosen
-        leaving = self.ending or self.grown or self.histories or self.stepping
+        leaving = self.ending or self.histories or self.stepping
         return not (waiting or leaving) and bool(self.decoding.workers)
 
     @property

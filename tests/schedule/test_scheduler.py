@@ -360,3 +360,15 @@ def test_sequences_that_go_on_are_not_looked_at_one_by_one() -> None:
 def test_what_a_decision_costs_does_not_grow_with_the_cluster() -> None:
     small = calls_a_row(lanes=4, memories=4)
     assert calls_a_row(lanes=40, memories=40) < 1.2 * small
+
+
+def test_a_lane_whose_slots_were_freed_by_others_ends_its_stall_although_its_sequences_only_decode() -> None:
+    """While a lane is stalled, no worker counts as empty, and requests that need an empty one wait."""
+    under_test = scheduler({"memory0": 200})
+    under_test.submit(request("0", 4, max_tokens=20))
+    for _ in range(3):
+        plan_of(under_test)
+        for _, completion in under_test.complete(0).values():
+            completion.generated.append(7)
+    under_test.placement.stalled.add(0)  # as if its last plan had found no slots
+    assert plan_of(under_test).decoding.sequences and not under_test.placement.stalled
