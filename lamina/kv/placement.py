@@ -53,6 +53,7 @@ class Placement:
         closed: workers on which no more KV is placed.
         idle: by worker: slots that are not reserved, but hold cached prefixes (``lamina.kv.prefix_cache``).
         local: compute workers that hold KV.
+        hosts: by member: the machine or container that it runs in.
         others: returns the workers of ``local`` that do not run a lane. A lane may attend to their KV if ``lends``.
         lends: True if replicas with local memory attend for each other (``Pipeline.spreads``).
         in_one_lane: True if compute workers hold KV, have no stages that could run several chunks of a prompt at once,

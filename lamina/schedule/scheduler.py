@@ -414,7 +414,10 @@ class Scheduler:
     # -- the next step -------------------------------------------------------------------------------------------
 
     def set_time(self, now: float) -> None:
-        """Move waiting requests that have become late to the end. ``now`` is in seconds of any monotonic clock."""
+        """Note when new requests have arrived, and move waiting requests that have become late to the end.
+
+        ``now`` is in seconds of any monotonic clock.
+        """
         for group in self._arrived:
             group.arrived_s = now
         self._arrived.clear()
