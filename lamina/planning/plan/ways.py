@@ -158,7 +158,7 @@ class Way:
         return self.kind is Kind.OFFLOADED and self.stages == 1 and self.lanes == self.replicas + 1
 
     def usd_per_hour(self, prices: Prices) -> tuple[float, float]:
-        """Return the hourly cost of the pool that runs prompts, and of the others, with their network if there are."""
+        """Return the hourly cost of the pool that runs prompts, and of all others; several pools have a network."""
         usd = [prices.usd_per_hour(kind, networked=len(self.pools) > 1) * count for kind, count in self.pools]
         return usd[0], sum(usd[1:])
 
