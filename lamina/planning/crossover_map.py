@@ -107,7 +107,8 @@ class Cell:
         offloaded: The cheapest way on two kinds with attention offloaded.
         apart: The cheapest way on two kinds with prefill apart from decode.
         simulated: Whether their rates are the simulator's instead of the closed form's.
-        seconds: On one kind, the cheapest ways of other systems or degrees of tensor parallelism that are ``NEAR``.
+        seconds: On one kind, the cheapest ways of other systems or degrees of tensor parallelism, or with stages if the
+            cheapest has none and the other way round, that are ``NEAR``.
     """
 
     workload: Workload
@@ -216,9 +217,9 @@ def _cheapest(found: Sequence[Capacity]) -> Capacity | None:
 
 
 def _seconds(found: Sequence[Capacity]) -> tuple[Capacity, ...]:
-    layouts: dict[tuple[Kind, int], Capacity] = {}
+    layouts: dict[tuple[Kind, int, bool], Capacity] = {}
     for one in sorted(found, key=lambda one: one.usd_per_request):
-        layouts.setdefault((one.way.kind, one.way.tensor_parallel), one)
+        layouts.setdefault((one.way.kind, one.way.tensor_parallel, one.way.stages > 1), one)
     ranked = list(layouts.values())
     return tuple(one for one in ranked[1:] if one.usd_per_request <= NEAR * ranked[0].usd_per_request)[:SECONDS]
 
@@ -228,12 +229,11 @@ def _gain(alone: Capacity | None, together: Capacity | None) -> float | None:
 
 
 def _coarse(way: Way) -> bool:
-    """Return whether a map considers a way: two chunk lengths, no stages; with two pools, powers of two and no
-    rotation."""
-    if way.stages > 1:
-        return False
+    """Return whether a map considers a way: two chunk lengths; with two pools powers of two, no stages, no rotation."""
     if len(way.pools) == 1:
         return way.chunk in _CHUNKS
+    if way.stages > 1:
+        return False
     counts = [count for _, count in way.pools]
     if any(count & (count - 1) for count in counts) or (way.rotates and way.replicas > 1):
         return False

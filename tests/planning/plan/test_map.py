@@ -18,6 +18,7 @@ from lamina.planning import crossover_map as simulated
 from lamina.planning.crossover_map import Cell, Grid, cells, crossover
 from lamina.planning.plan import hardware, model_shapes, prices, workload
 from lamina.planning.plan.cost import CostModel, Fits
+from lamina.planning.plan.overheads import VLLM
 from lamina.planning.plan.serving import Server
 from lamina.planning.plan.ways import Capacity, Kind, Slo, Way, baselines, ways
 from lamina.planning.plan.workload import Sessions
@@ -44,6 +45,19 @@ def test_a_cell_has_the_cheapest_of_both_sides() -> None:
         least = min(one.usd_per_request for one in best)
         assert least <= found.usd_per_request * (1 + 1e-9) and found.usd_per_request < 1.2 * least
     assert cell.gain == pytest.approx(cell.alone.usd_per_request / cell.together.usd_per_request - 1)
+
+
+def test_stages_serve_on_one_kind() -> None:
+    """Weights of 140 GB on GPUs of 80 GB: the cheapest of all ways has stages, and so has that of the cell."""
+    shape, served = model_shapes.find("Llama-3-70B"), workload.of_lengths(1024, 128)
+    costs = {kind: CostModel(shape, CATALOGUE[kind], Fits.load(CATALOGUE[kind])) for kind in ("h100", "h20")}
+    pools = [(CATALOGUE["h100"], 4)], [(CATALOGUE["h20"], 1)]
+    (cell,) = cells(shape, [served], pools, costs, RENTS, Slo())
+    place = Server(shape, served, costs, RENTS, Slo(), VLLM)
+    alone = [one for way in ways(shape, *pools) if len(way.kinds) == 1 and (one := place.evaluate(way)) is not None]
+    best = min(alone, key=lambda one: one.usd_per_request)
+    assert cell.alone is not None and cell.alone.way.stages > 1 and best.way.stages > 1
+    assert cell.alone.usd_per_request < 1.2 * best.usd_per_request
 
 
 def cell_of(prompt: int, output: int, alone: float | None, together: float | None) -> Cell:
