@@ -134,16 +134,13 @@ class Copies:
             )
         layers, ends = self._tables(model, way.tensor_parallel)
         layer_s = np.interp(rows + tokens, _EVERY_ROW, layers) + attention
-        hop_s = self.hop_seconds(model, way.tensor_parallel, rows + tokens, partials=True)
+        hop_s = self._hop_seconds(model, way.tensor_parallel, rows + tokens)
         return stage_seconds(self._shape, way.stages, layer_s, np.interp(rows, _EVERY_ROW, ends), hop_s)
 
-    def hop_seconds(self, model: CostModel, degree: int, rows: Floats, partials: bool) -> Floats:
-        """Return seconds of the context from one stage to the next. ``partials``: with the last attention's, which the
-        stage computed itself."""
+    def _hop_seconds(self, model: CostModel, degree: int, rows: Floats) -> Floats:
+        """Return seconds from one stage to the next of the context and of the stage's last attention."""
         shape = self._shape
-        nbytes: float = shape.hidden * shape.dtype.itemsize
-        if partials:
-            nbytes += shape.query_heads * (shape.head_size + 1) * 4 / degree
+        nbytes = shape.hidden * shape.dtype.itemsize + shape.query_heads * (shape.head_size + 1) * 4 / degree
         return np.asarray(model.fits.runtime.round_trip_s / 2 + model.wire_seconds(rows * nbytes))
 
     def whole_pass(self, model: CostModel, degree: int, rows: Floats) -> Floats:
