@@ -39,7 +39,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 def test_what_fails_does_not_change_tokens() -> None:
     """At least a fault and two requests come in each 30 s of simulated time, and far more of both in all."""
-    told = simulate("--seed", 120, "--runs", RUNS, "--steps", STEPS, "--no-shrink")
+    told = simulate("--seed", 140, "--runs", RUNS, "--steps", STEPS, "--no-shrink")
     found = re.search(r"in all: (\d+) steps, (\d+) requests, (\d+) faults\n(\d+) s simulated", told)
     assert found is not None, told
     steps, requests, faults, seconds = map(int, found.groups())
