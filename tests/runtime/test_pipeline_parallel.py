@@ -167,9 +167,18 @@ def test_statistics_show_the_slots_of_every_stage(checkpoint: Path) -> None:
         slots = {name: memory.capacity for name, memory in before.memory.items()}
         assert slots["compute0"] == slots["compute1"] and slots["compute2"] == slots["compute3"]
         assert before.slots == (0, slots["compute0"] + slots["compute2"])
-        streams = Streams(engine, REQUESTS)
-        wait_until(lambda: all(one.used for one in engine.stats().memory.values()), "a stage did not report its slots")
-        streams.results()
+        reported = set[str]()
+
+        def ended() -> bool:
+            reported.update(name for name, one in engine.stats().memory.items() if one.used)
+            return len(streams.outputs) == len(REQUESTS)
+
+        for _ in range(60):  # workers report now and then, and these requests are short
+            streams = Streams(engine, REQUESTS)
+            wait_until(ended, "the requests did not end")
+            if reported == before.memory.keys():
+                break
+        assert reported == before.memory.keys(), "a stage did not report its slots"
         wait_until(lambda: not any(one.used for one in engine.stats().memory.values()), "slots stayed in use")
     finally:
         engine.close()
