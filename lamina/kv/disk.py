@@ -119,13 +119,11 @@ class DiskChanges:
         forks: forks of cached prefixes, which ``fetches`` extend.
         spills: copies to disks.
         fetches: copies from disks.
-        queued: requests that no longer wait for blocks.
     """
 
     forks: list[Fork]
     spills: list[Spill]
     fetches: list[Fetch]
-    queued: list[Group]
 
 
 class Disks:
@@ -335,10 +333,16 @@ class Disks:
         if worker not in self._failed:
             self._uncopied[worker].appendleft((copying.leaf, copying.following))
 
-    def changes(self) -> DiskChanges:
-        """Add fetched blocks to the prefix cache, and return the changes for the next plan.
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether fetches have ended whose slots are still reserved."""
+        return bool(self._arrived)
 
-        Call it before ``PrefixCache.changes``."""
+    def end_fetches(self) -> list[Group]:
+        """Add fetched blocks to the prefix cache, and free the slots of fetches that have failed or are not wanted.
+
+        Returns the requests that no longer wait for blocks.
+        """
         arrived, self._arrived = self._arrived, []
         queued: list[Group] = []
         for coming in arrived:
@@ -351,6 +355,10 @@ class Disks:
                 fetch = coming.fetch
                 self._prefixes.keep_prefix(worker, coming.salt, coming.ids, fetch.child, fetch.heads)
             self._prefixes.free_unused(coming.fetch.child)
+        return queued
+
+    def changes(self) -> DiskChanges:
+        """Return the changes for the next plan. Call it before ``PrefixCache.changes``."""
         wanted, self._wanted = self._wanted, []
         self._coming |= {coming.fetch.number: coming for coming in wanted}
         forks = [
@@ -360,4 +368,4 @@ class Disks:
         ]
         self._note_kept()
         spills = [spill for worker in self._disks for spill in self._copies(worker)]
-        return DiskChanges(forks, spills, [coming.fetch for coming in wanted], queued)
+        return DiskChanges(forks, spills, [coming.fetch for coming in wanted])

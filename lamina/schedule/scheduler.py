@@ -456,14 +456,13 @@ class Scheduler:
         forks = own.forks(self._dealer.leaves)
         self._dealer.keep_prefixes(own)
         released = self._release(own)
+        self._end_fetches()
         beams = self.beams.join_step(own)
         self._preempt_each(beams.preempted)
         self._find_room(own)
         admitted = beams.admitted + self._dealer.admit(own)
         fits = self.placement.grow(own.decoding.workers)
         disks = self.disks.changes()
-        for group in disks.queued:
-            self._holding.enqueue_unless_held(group)
         cached_forks, evicted = self.prefixes.changes()
         forks += [*beams.forks, *cached_forks, *disks.forks]
         released += [*beams.released, *evicted, *self.moves.released()]
@@ -530,6 +529,13 @@ class Scheduler:
         rows = lane.decoding_rows()
         plan = StepPlan(next(self._steps), lane.number, lane.turn, forks, evicted, [], [], rows, rotates=self.rotates)
         return self._begin_step(lane, plan, {})
+
+    def _end_fetches(self) -> None:
+        """Take over what disks have fetched, before requests are dealt to the slots that it frees."""
+        if self.disks.has_arrivals:
+            for group in self.disks.end_fetches():
+                self._holding.enqueue_unless_held(group)
+            self._admissions.note_freed()
 
     def _find_room(self, lane: Lane) -> None:
         """Find slots for the next tokens of a lane's sequences, then deal waiting requests.
