@@ -42,7 +42,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """The cores of each way, and its settings."""
 TARGET = 1 / 1.6
-"""Of one pair's time, what two pairs should take at most."""
+"""Most time of two pairs, as a share of what one pair takes."""
 
 
 def first_token_s(engine: Engine, name: str, length: int) -> float:

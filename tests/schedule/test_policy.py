@@ -229,7 +229,7 @@ def test_the_shortest_prompt_delays_no_prompt_beyond_its_deadline(prompts: list[
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(-5, 60)), min_size=1, max_size=6))
 def test_as_many_prompts_are_in_time_as_can_be_while_short_ones_overtake(prompts: list[tuple[int, int]]) -> None:
-    """Of every moment, those that must not be delayed get their share, and the shortest prompt gets the rest.
+    """Give those that must not be delayed their share of every moment, and the rest to the shortest prompt.
 
     Moments are not infinitely short: prompts may be late by one for each prompt, and need as much time to spare.
     """

@@ -373,3 +373,30 @@ def test_a_prefix_on_several_workers_is_not_copied() -> None:
     assert step(under_test).switches
     under_test.transferred("memory0", spill.number + 1, False, "")  # as the worker says once it has the switch
     assert not step(under_test).spills
+
+
+class Newcomer(Chats):
+    """The tenth prompt is one that no disk has."""
+
+    def prompt(self, index: int) -> list[int]:
+        return super().prompt(index) if index < 9 else [*range(9000, 9020)]
+
+
+def test_slots_of_a_fetch_that_ends_in_an_idle_cluster_go_to_who_waits_for_them() -> None:
+    arrivals = [*range(0, 160, 20), 200, 201]  # the ninth fetches its prompt and is aborted, the tenth needs the slots
+    others: list[Any] = [(2, 1, [0], None, turn) for turn in arrivals]
+    others[8:] = [(2, 1, [0], None, 200), (2, 1, [0], None, 201)]
+    cluster = Newcomer(others, [(0, 0, 9, 0)] * 10, Sound(1), 1, 1, 2, LIMITS, 27, None)
+    for turn in range(300):
+        super(Spilling, cluster).arrive(turn)
+        if turn == 203:
+            cluster.scheduler.abort(cluster.groups[8].request.request_id)
+        if not 200 <= turn < 210:
+            cluster.transfer()
+        if cluster.scheduler.in_flight(0):
+            cluster.complete(0)
+        cluster.plan(0)
+        if turn == 205:
+            assert cluster.scheduler.placement.reserved["memory0"] == 8, "the fetch has not ended"
+    cluster.check_rest()
+    assert len(cluster.groups[9].completions[0].generated) == 2
