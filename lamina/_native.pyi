@@ -18,6 +18,8 @@ class AttentionPath(enum.Enum):
 
     AVX512_BF16 = 2
 
+    AMX = 3
+
 def attention_paths() -> list[AttentionPath]:
     """Paths that this processor can run, slowest first."""
 

@@ -77,7 +77,7 @@ def partial(
 
     Args:
         q: [R, Hq, D], float32 or the element type of k; float32, float16 or uint16 if k holds codes. It is rounded to
-            bfloat16 on ``Path.AVX512_BF16`` if k holds bfloat16.
+            bfloat16 on ``Path.AVX512_BF16`` and ``Path.AMX`` if k holds bfloat16.
         k: [slots, Hkv, D], float32, float16, uint16 (bfloat16 bits), or int8 or uint8 codes.
         v: [slots, Hkv, Dv], of the same element type.
         segments: Which query rows attend to which slots.

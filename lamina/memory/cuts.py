@@ -18,7 +18,12 @@ from lamina.kernels.segments import SegmentTable
 CUT_S = 4e-3
 """Target duration of a cut: a message that arrives meanwhile waits for one at most."""
 
-_PRODUCTS_PER_S: Mapping[Path, float] = {Path.PORTABLE: 7e9, Path.AVX2: 45e9, Path.AVX512_BF16: 140e9}
+_PRODUCTS_PER_S: Mapping[Path, float] = {
+    Path.PORTABLE: 7e9,
+    Path.AVX2: 45e9,
+    Path.AVX512_BF16: 140e9,
+    Path.AMX: 250e9,
+}
 """Products with elements of K and V that a thread computes per second, see bench/kernels/attention.py."""
 
 MOST_PRODUCTS = int(CUT_S * _PRODUCTS_PER_S[BEST_PATH])  # products that a thread computes in a cut

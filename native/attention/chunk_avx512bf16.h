@@ -3,6 +3,7 @@
 // A tile's keys are packed transposed ([qk_words][tokens]) and its values as pairs of tokens
 // ([token pairs][v_padded]); words are pairs of bfloat16. Four queries at a time meet the tile: their scores
 // stay in registers from the product with the keys until they are probabilities, which then meet the values.
+// chunk_amx.h has the products by matrix tiles.
 #pragma once
 
 #include "stored_avx512bf16.h"
@@ -11,7 +12,8 @@
 namespace lamina::attention {
 namespace {
 
-template <class Element> class ChunkTask : TiledTask<Element, 16> {
+template <class Element> class ChunkTask : protected TiledTask<Element, 16> {
+protected:
     using Base = TiledTask<Element, 16>;
     using Base::problem_, Base::shape_, Base::task_, Base::work_, Base::group_, Base::queries_,
         Base::padded_queries_, Base::ahead_;
@@ -26,12 +28,26 @@ template <class Element> class ChunkTask : TiledTask<Element, 16> {
     using Word = uint32_t;
 
 public:
-    ChunkTask(const Problem &problem, const Task &task, const Workspace &work)
-        : Base(problem, task, work, steps(problem.shape)), qk_words_((shape_.qk_dim + 1) / 2),
+    // `together`: queries that meet a tile together; `steps`: see Ahead.
+    ChunkTask(const Problem &problem, const Task &task, const Workspace &work, int64_t together,
+              int64_t steps)
+        : Base(problem, task, work, steps, together), qk_words_((shape_.qk_dim + 1) / 2),
           query_stride_(round_up(shape_.qk_dim, 2 * W) / 2),
           special_(problem.scoring.softcap > 0 || problem.scoring.alibi_slopes) {}
 
+    ChunkTask(const Problem &problem, const Task &task, const Workspace &work)
+        : ChunkTask(problem, task, work, kQueries, packing_steps(problem.shape) + problem.shape.qk_dim / 2) {}
+
     void run() {
+        run_blocks(kQueries, [this](int64_t head, int64_t first, int64_t token, bool plain) {
+            attend_some(head, first, token, plain);
+        });
+    }
+
+protected:
+    // Calls attend(head, first, token, plain) for every tile and head, and for every block of `together`
+    // queries.
+    template <class Attend> void run_blocks(int64_t together, Attend attend) {
         start(query_stride_, [this](int64_t offset, float *packed) {
             round_pairs(problem_, offset, shape_.qk_dim, reinterpret_cast<uint16_t *>(packed));
         });
@@ -41,24 +57,23 @@ public:
         for (int64_t head = task_.head_begin; head < task_.head_end; ++head)
             std::fill(query_words(head) + queries_ * query_stride_,
                       query_words(head) + padded_queries_ * query_stride_, 0.0f);
-        run_tiles([this](int64_t head, int64_t token, const TileRows<Kv> &rows) {
+        run_tiles([&](int64_t head, int64_t token, const TileRows<Kv> &rows) {
             pack_keys(rows);
             pack_values(rows);
             const bool plain =
                 !special_ && sees_all(task_.row_begin, token) && sees_all(task_.row_end - 1, token);
-            for (int64_t i = 0; i < queries_; i += kQueries) {
+            for (int64_t i = 0; i < queries_; i += together) {
                 if (token == task_.token_begin)
-                    prefetch_ends(head, i);
-                attend_some(head, i, token, plain);
+                    prefetch_ends(head, i, together);
+                attend(head, i, token, plain);
             }
         });
         finish();
     }
 
-private:
-    // Prefetch steps of one tile and head: those of packing and of the products of one block.
-    static int64_t steps(const Shape &shape) {
-        return kTileTokens * shape.qk_dim / 256 + shape.qk_dim / 2 + kTileTokens / 2;
+    // Prefetch steps of packing one tile and head; the products of one block have qk_dim / 2 more.
+    static int64_t packing_steps(const Shape &shape) {
+        return kTileTokens * shape.qk_dim / 256 + kTileTokens / 2;
     }
 
     bool sees_all(int64_t row, int64_t token) const {
@@ -122,12 +137,12 @@ private:
         return reinterpret_cast<__m512i>(indices);
     }
 
-    // While this task meets its first tile: prefetches kQueries queries of the task that may follow, and the
+    // While this task meets its first tile: prefetches `count` queries of the task that may follow, and the
     // memory of these queries' results. Always inlined: see Ahead::step.
-    [[gnu::always_inline]] void prefetch_ends(int64_t head, int64_t first) const {
+    [[gnu::always_inline]] void prefetch_ends(int64_t head, int64_t first, int64_t count) const {
         const Task &next = task_.following ? *task_.following : task_;
         const int64_t bytes = shape_.qk_dim * element_size(problem_.q_type);
-        for (int64_t i = first; i < std::min(first + kQueries, queries_); ++i) {
+        for (int64_t i = first; i < std::min(first + count, queries_); ++i) {
             const int64_t row = std::min(next.row_begin + i / group_, next.row_end - 1);
             const int64_t q_row = row * shape_.query_heads + next.head_begin * group_ + i % group_;
             const auto *q = static_cast<const std::byte *>(problem_.q) + q_row * bytes;
@@ -167,6 +182,20 @@ private:
     template <int M, int N, bool PLAIN> void attend_block(int64_t head, int64_t first, int64_t token) {
         F x[M][N] = {};
         score(query_words(head) + first * query_stride_, x);
+        alignas(64) Word pairs[M][N * W / 2];
+        weigh_scores<M, N, PLAIN>(head, first, token, x, pairs);
+        float *accumulated = work_.accumulator + state(head, first) * work_.v_padded;
+        int64_t column = 0;
+        for (; column + 4 * W <= work_.v_padded; column += 4 * W)
+            add_columns<M, 4>(pairs, column, accumulated + column);
+        for (; column < work_.v_padded; column += W)
+            add_columns<M, 1>(pairs, column, accumulated + column);
+    }
+
+    // Turns products of queries and keys into probabilities, in pairs of tokens.
+    template <int M, int N, bool PLAIN>
+    [[gnu::always_inline]] void weigh_scores(int64_t head, int64_t first, int64_t token, F (&x)[M][N],
+                                             Word (*pairs)[N * W / 2]) {
         if constexpr (kScaled)
             for (int n = 0; n < N; ++n) {
                 const F scales = load<F>(key_scales(head) + n * W);
@@ -180,14 +209,7 @@ private:
             }
         const int64_t s = state(head, first);
         subtract_references(s, PLAIN ? problem_.scoring.scale * kLog2E : 1, x);
-        alignas(64) Word pairs[M][N * W / 2];
         weigh(head, s, x, pairs);
-        float *accumulated = work_.accumulator + s * work_.v_padded;
-        int64_t column = 0;
-        for (; column + 4 * W <= work_.v_padded; column += 4 * W)
-            add_columns<M, 4>(pairs, column, accumulated + column);
-        for (; column < work_.v_padded; column += W)
-            add_columns<M, 1>(pairs, column, accumulated + column);
     }
 
     template <int M, int N> [[gnu::always_inline]] void score(const float *queries, F (&x)[M][N]) {
@@ -243,7 +265,7 @@ private:
 
     // Turns scores into probabilities, in pairs of tokens.
     template <int M, int N>
-    [[gnu::always_inline]] void weigh(int64_t head, int64_t s, F (&x)[M][N], Word (&pairs)[M][N * W / 2]) {
+    [[gnu::always_inline]] void weigh(int64_t head, int64_t s, F (&x)[M][N], Word (*pairs)[N * W / 2]) {
         for (int m = 0; m < M; ++m) {
             float *sum = work_.sum + (s + m) * W;
             F total = load<F>(sum);

@@ -246,9 +246,12 @@ TaskKernel kernel_for(Path path, ElementType kv_type) {
         return avx2_kernel(kv_type);
     case Path::Avx512Bf16:
         return avx512bf16_kernel(kv_type);
+    case Path::Amx:
+        return amx_kernel(kv_type);
 #else
     case Path::Avx2:
     case Path::Avx512Bf16:
+    case Path::Amx:
         break;
 #endif
     }
@@ -266,6 +269,8 @@ std::vector<Path> available_paths() {
     if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
         paths.push_back(Path::Avx512Bf16);
+    if (paths.back() == Path::Avx512Bf16 && tiles_error() == 0)
+        paths.push_back(Path::Amx);
 #endif
     return paths;
 }

@@ -77,7 +77,7 @@ struct Workspace {
     // Lays the arrays out from `base` (64-byte aligned; null to measure) and returns the bytes needed.
     static int64_t layout(const Shape &shape, int64_t heads, int64_t queries, std::byte *base,
                           Workspace &workspace) {
-        queries = round_up(queries, 4); // kernels may compute in fours
+        queries = round_up(queries, 16); // kernels compute up to 16 together
         const int64_t qk = round_up(shape.qk_dim, kVectorElements),
                       v = round_up(shape.v_dim, kVectorElements);
         workspace.qk_padded = qk;
@@ -111,5 +111,6 @@ using TaskKernel = void (*)(const Problem &, const Task &, const Workspace &);
 TaskKernel portable_kernel(ElementType kv_type);
 TaskKernel avx2_kernel(ElementType kv_type);
 TaskKernel avx512bf16_kernel(ElementType kv_type);
+TaskKernel amx_kernel(ElementType kv_type);
 
 } // namespace lamina::attention

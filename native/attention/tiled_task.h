@@ -16,11 +16,13 @@ protected:
     static constexpr float kSlack = 8;
     using F = Floats<W>;
 
-    // `steps`: prefetch steps per tile and head, see Ahead.
-    TiledTask(const Problem &problem, const Task &task, const Workspace &work, int64_t steps)
+    // `steps`: prefetch steps per tile and head, see Ahead. `together`: queries that a kernel computes at a
+    // time.
+    TiledTask(const Problem &problem, const Task &task, const Workspace &work, int64_t steps,
+              int64_t together = 4)
         : problem_(problem), shape_(problem.shape), task_(task), work_(work),
           group_(shape_.query_heads / shape_.kv_heads), queries_((task.row_end - task.row_begin) * group_),
-          padded_queries_(round_up(queries_, 4)),
+          padded_queries_(round_up(queries_, together)),
           slots_(problem.segments.slots + problem.segments.kv_offsets[task.pair]),
           ahead_(problem, task, kTileTokens, steps) {}
 
@@ -182,7 +184,7 @@ protected:
     const Workspace &work_;
     const int64_t group_;          // query heads that share a KV head
     const int64_t queries_;        // per KV head
-    const int64_t padded_queries_; // room for them: kernels may compute in fours
+    const int64_t padded_queries_; // room for them: kernels compute several together
     const int32_t *const slots_;   // of the pair's tokens
     Ahead ahead_;
 };

@@ -371,7 +371,8 @@ void register_attention(nb::module_ &module) {
     nb::enum_<Path>(module, "AttentionPath", "Instruction sets with attention kernels of their own.")
         .value("PORTABLE", Path::Portable)
         .value("AVX2", Path::Avx2)
-        .value("AVX512_BF16", Path::Avx512Bf16);
+        .value("AVX512_BF16", Path::Avx512Bf16)
+        .value("AMX", Path::Amx);
     module.def("attention_paths", &available_paths, "Paths that this processor can run, slowest first.");
     module.def("attention_partial", &partial_binding, "q"_a, "k"_a, "v"_a, "query_offsets"_a, "query_start"_a,
                "kv_offsets"_a, "kv_start"_a, "slots"_a, "out"_a, "lse"_a, nb::kw_only(), "scale"_a,

@@ -51,7 +51,7 @@ void register_linear(nb::module_ &module) {
     module.def("linear_takes_byte_rows", &takes_byte_rows,
                "Whether linear() has kernels for this processor that round x to 8 bits: AVX-512 with VNNI.");
     module.def(
-        "linear_tiles_error", &tiles_error,
+        "linear_tiles_error", &lamina::attention::tiles_error,
         "The error number with which the system refuses matrix tiles (AMX); 0: granted; None: no tiles.");
     module.def("linear_packed_pairs", &packed_pairs, "outputs"_a, "inputs"_a,
                "Pairs of bfloat16, of 4 bytes each, in a packed weight [outputs, inputs]. inputs is even.");

@@ -13,6 +13,7 @@ constexpr int64_t kElementsPerThread = 8192; // waking a waiting thread costs as
 Kernels kernels_for(Path path, ElementType type) {
     switch (path) {
 #if defined(__x86_64__)
+    case Path::Amx:
     case Path::Avx512Bf16:
         return avx512_kernels(type);
     case Path::Avx2:

@@ -34,20 +34,21 @@ int64_t tasks_of(const Linear &linear, int64_t panels_per_task) {
 bool fits_tiles(const Linear &linear) {
     const Codes &codes = linear.codes;
     const int64_t pairs = (codes.bits == 0 ? linear.inputs : codes.group) / 2;
-    return linear.rows >= kTileRows && tiles_error() == 0 && (codes.bits == 0 || codes.group % 2 == 0) &&
+    return linear.rows >= kTileRows && (codes.bits == 0 || codes.group % 2 == 0) &&
            tile_step(codes.x_group > 0 ? codes.x_group / 4 : pairs) >= kTileWords / 2;
 }
 
 PanelKernel kernel_for(const Linear &linear, attention::Path path) {
     const bool dense = linear.codes.bits == 0;
 #if defined(__x86_64__)
-    if (path == attention::Path::Avx512Bf16 && fits_tiles(linear))
+    if (path == attention::Path::Amx && fits_tiles(linear))
         return amx_tiles();
     if (linear.codes.x_group > 0)
         return avx512vnni_quads();
 #endif
     switch (path) {
 #if defined(__x86_64__)
+    case attention::Path::Amx:
     case attention::Path::Avx512Bf16:
         if (dense || linear.codes.group % 2 == 0)
             return dense ? avx512bf16_panels() : avx512bf16_codes();
@@ -152,7 +153,7 @@ bool available() {
 
 bool takes_byte_rows() {
 #if defined(__x86_64__)
-    return attention::available_paths().back() == attention::Path::Avx512Bf16 &&
+    return attention::available_paths().back() >= attention::Path::Avx512Bf16 &&
            __builtin_cpu_supports("avx512vnni");
 #else
     return false;

@@ -218,7 +218,7 @@ int main(int count, char **arguments) {
         std::perror("sched_setscheduler");
     if (mode == "refused")
         take_small_signal_stack();
-    const auto error = tiles_error();
+    const auto error = lamina::attention::tiles_error();
     const bool expected = mode == "granted" ? error == 0 : mode == "refused" ? error == ENOSPC : false;
     std::printf("tiles: %s\n", !error        ? "not in this processor"
                                : *error == 0 ? "granted"

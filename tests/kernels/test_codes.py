@@ -14,7 +14,7 @@ from lamina.kernels import attention
 from lamina.kernels.attention import Array, FloatArray, Path, Scales, append
 from lamina.kernels.segments import STORAGE, SegmentTable
 from tests.support import reference_attention
-from tests.support.kernel_cases import Case, Pair, decode, encode, make_case, make_spec, problem_pairs, specs
+from tests.support.kernel_cases import PAIRS, Case, Pair, decode, encode, make_case, make_spec, problem_pairs, specs
 from tests.support.kernel_codes import LARGEST, dequantize, quantize
 
 PATHS = _native.attention_paths()
@@ -39,7 +39,7 @@ def run(case: Case, slab: tuple[Array, Array, Scales], path: Path, threads: int 
 def check(case: Case, slab: tuple[Array, Array, Scales], out: FloatArray, lse: FloatArray, path: Path) -> None:
     """Codes are read, and queries multiplied, as they are. Products of bfloat16 pairs round probabilities to 8 bits."""
     k, v, scales = slab
-    atol = 2**-7 if path == Path.AVX512_BF16 and case.q.dtype == np.uint16 else 4e-6
+    atol = 2**-7 if path in PAIRS and case.q.dtype == np.uint16 else 4e-6
     wanted_out, wanted_lse = reference_attention.partial(
         case.q, k, v, case.segments, case.spec, threads=1, scales=scales
     )
@@ -115,7 +115,7 @@ def test_every_code_is_read_exactly(group, dim, query_type, element, path):
     out, _ = run(case, (k, v, (k_scales, v_scales)), path)
     wanted = np.repeat(reference_attention.widen(codes, v_scales[slots]), group, axis=1)
     # a weight of 1 times the scale of values is rounded to bfloat16 on the way to products of pairs
-    rounds = path == Path.AVX512_BF16 and query_type == "bfloat16"
+    rounds = path in PAIRS and query_type == "bfloat16"
     np.testing.assert_allclose(out, wanted, rtol=2**-8 if rounds else 2**-22)
 
 

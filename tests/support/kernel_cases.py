@@ -92,9 +92,13 @@ def make_spec(kv_heads: int, group: int, qk_dim: int, v_dim: int | None = None, 
     )
 
 
+# Paths that multiply bfloat16 in pairs.
+PAIRS = (Path.AVX512_BF16, Path.AMX)
+
+
 def check(case: Case, out: FloatArray, lse: FloatArray, path: Path) -> None:
     """Compares with the oracle. Products of bfloat16 pairs round q (if float32) and probabilities to 8 bits."""
-    rounds = path == Path.AVX512_BF16 and case.k.dtype == np.uint16
+    rounds = path in PAIRS and case.k.dtype == np.uint16
     wanted_out, wanted_lse = reference_attention.partial(case.q, case.k, case.v, case.segments, case.spec, threads=1)
     largest = np.abs(reference_attention.widen(case.v)).max(initial=1.0)
     # A score in float32 is rounded by its own size: with ALiBi, over a distance of 200 tokens, that is the larger part.

@@ -50,7 +50,11 @@ def load(place: Path) -> Model:
 
 
 def main() -> None:
-    paths = [path for path in _native.attention_paths() if "512" not in path.name]  # the emulated processor's
+    paths = [
+        path
+        for path in _native.attention_paths()
+        if path in (_native.AttentionPath.PORTABLE, _native.AttentionPath.AVX2)
+    ]  # the emulated processor's
     with patch.object(_native, "attention_paths", lambda: paths):
         make(Path(sys.argv[1]))
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace lamina::attention {
@@ -20,7 +21,11 @@ constexpr int64_t element_size(ElementType type) {
 }
 
 // Instruction sets with kernels of their own, slowest first.
-enum class Path { Portable, Avx2, Avx512Bf16 };
+enum class Path { Portable, Avx2, Avx512Bf16, Amx };
+
+// The error number with which the operating system refuses this process matrix tiles (AMX), or 0: products of
+// many rows use them. None if the processor has none. Asks once.
+std::optional<int> tiles_error();
 
 // Paths that this processor can run, slowest first; never empty.
 std::vector<Path> available_paths();

@@ -6,7 +6,6 @@
 #include "lamina/attention.h"
 
 #include <cstdint>
-#include <optional>
 #include <span>
 
 namespace lamina::linear {
@@ -16,10 +15,6 @@ bool available();
 
 // Whether there are kernels for codes with an x_group: AVX-512 with VNNI.
 bool takes_byte_rows();
-
-// The error number with which the operating system refuses this process matrix tiles (AMX), or 0: products of
-// many rows use them. None if the processor has none. Asks once.
-std::optional<int> tiles_error();
 
 // A weight [outputs, inputs] cut into panels of kPanel outputs: [outputs / kPanel][inputs / 2][kPanel] pairs
 // of neighbouring inputs, the last panel filled up with zeros. inputs is even.

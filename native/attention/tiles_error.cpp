@@ -1,5 +1,5 @@
 // Asks the kernel for matrix tiles.
-#include "tiles.h"
+#include "lamina/attention.h"
 
 #include <cerrno>
 
@@ -9,7 +9,7 @@
 #include <unistd.h>
 #endif
 
-namespace lamina::linear {
+namespace lamina::attention {
 namespace {
 
 std::optional<int> ask_for_tiles() {
@@ -30,4 +30,4 @@ std::optional<int> tiles_error() {
     return error;
 }
 
-} // namespace lamina::linear
+} // namespace lamina::attention
