@@ -109,7 +109,7 @@ $(VENV)/.native: $(VENV)/.tools pyproject.toml CMakeLists.txt $(CPP)
 	@touch $@
 
 # Rebuild the native module alone, after a change under native/.
-native:
+native: $(VENV)/.tools
 	$(PIP) --quiet --quiet --no-build-isolation --no-deps -e .
 	@touch $(VENV)/.native
 
