@@ -1,9 +1,10 @@
 #!/bin/bash
 # Runs a command with RDMA devices: in a small virtual machine with Soft-RoCE. By default the command is the transport's
-# conformance suite over RDMA, and the runtime over RDMA and over impaired networks; with --short, a part of these.
+# conformance suite over RDMA, and the runtime over RDMA and over impaired networks; with --short, a part of these; with
+# -k, those of them that match pytest's expression.
 # The virtual machine shares the host's files; only build/rdma is written. Exits with the command's status, or with 77 if
 # no virtual machine can be started.
-#     tests/rdma/run.sh [--short | COMMAND...]
+#     tests/rdma/run.sh [--short | -k EXPRESSION | COMMAND...]
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 work=$root/build/rdma
@@ -70,6 +71,7 @@ ATEN_CPU_CAPABILITY=avx2 LAMINA_CACHE_DIR="$work/model/cache" "$python" -m tests
 tests=("$python" -m pytest -vv -x -rs -p no:cacheprovider --timeout 1200 tests/transport/test_rdma_on_device.py tests/transport/test_conformance.py tests/runtime/test_network.py)
 case ${1-} in
 "") set -- "${tests[@]}" -k "rdma or network" ;;
+-k) set -- "${tests[@]}" -k "(rdma or network) and ($2)" ;;
 --short) set -- "${tests[@]}" -k "(rdma and processes and ($few)) or $whole" ;;
 esac
 job=$(printf "%q " bash "$root/tests/rdma/job.sh" "$work/kernel" "$stdlib" "$site" "$@")
