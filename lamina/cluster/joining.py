@@ -41,7 +41,7 @@ from lamina.core import __version__
 from lamina.core.errors import ConfigError
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import Member, Pool, Role, Topology, role_of
-from lamina.dataplane.leases import PINNED_SPARE_LINKS, SPARE_LINKS, Messages
+from lamina.dataplane.leases import PINNED_SPARE_LINKS, SPARE_LINKS, ArenaPlan, Messages
 from lamina.dataplane.transport_choice import Choice, Offer, Transport, candidates
 from lamina.schedule.turn import DEPTH
 from lamina.transport.endpoint import SPIN_S
@@ -100,17 +100,28 @@ class Fabric:
     def register_message(self, member: Member, topology: Topology, missing: int = 0) -> Register:
         """Return the message that has a member allocate an arena for its links to other members of ``topology``, and to
         ``missing`` workers that join later. Record the arena's number of links in ``most_links``."""
-        plan, computes, memories = self.plan, topology.computes, len(topology.memories)
+        plan, computes = self.plan, topology.computes
         spare = missing + (PINNED_SPARE_LINKS if member.name in self.pinned else SPARE_LINKS)
-        if member.role == "compute":
-            own = computes.index(member.name)
-            linked = sum(topology.pipeline.exchanges(own, other) for other in range(len(computes)))
-            size = self.sizes.compute_arena(1 + linked, memories, spare)
-        else:
-            size = self.sizes.memory_arena(len(computes), memories, spare)
+        own = computes.index(member.name) if member.role == "compute" else None
+        size = self.arena(own, topology.pipeline, len(computes), len(topology.memories), spare)
         self.most_links[member.name] = size.links
         spin_s = plan.machines.spins_s().get(boot_id(member.host), SPIN_S)
         return Register(size, list(self.transports), spin_s, plan.config.tls, plan.is_open)
+
+    def arena(self, own: int | None, pipeline: Pipeline, computes: int, memories: int, spare: int = 0) -> ArenaPlan:
+        """Return the arena of a worker with its links to the others and ``spare`` more of any kind.
+
+        Args:
+            own: Number of the compute worker in ``pipeline``; None: it is a memory worker.
+            pipeline: Which compute workers exchange data with each other.
+            computes: Number of compute workers.
+            memories: Number of memory workers.
+            spare: Number of links to workers that join later.
+        """
+        if own is None:
+            return self.sizes.memory_arena(computes, memories, spare)
+        exchanging = sum(pipeline.exchanges(own, other) for other in range(computes))
+        return self.sizes.compute_arena(1 + exchanging, memories, spare)
 
     def clock_of(self, name: str) -> Clock | None:
         """Return the clock of a worker's machine; None if it is this process's clock or unknown."""

@@ -282,14 +282,15 @@ class Pools:
             each, offers = together(pool, self._pipeline), launcher.offers()
             if pool not in offers or self._replacements.has_vacancy(pool) or fitting(offers, pool) < each:
                 continue
+            # Fewer come than the pool is to have where lost workers are not replaced.
+            added = max(0, self._coming_size(pool) + each - self.wanted[pool])
             try:
                 if pool == "prefill":
                     self._planner.require_roles()
+                self._planner.require_links({pool: added})
             except ConfigError as error:
                 launcher.refuse_offers(pool, str(error))
                 continue
-            # Fewer come than the pool is to have where lost workers are not replaced.
-            added = max(0, self._coming_size(pool) + each - self.wanted[pool])
             self.wanted[pool] += added
             self._start(pool, (REMOTE,) * each, Resize(left=each), added)
 

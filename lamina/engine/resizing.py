@@ -74,7 +74,7 @@ class ResizePlanner:
             if count:
                 self._check_growth(pool, kinds[pool], count)
         if any(growths.values()):
-            self._check_links(sum(change.count for change in changes.values()))
+            self.require_links({pool: change.count for pool, change in changes.items()})
         leaving = [name for names in leavers.values() for name in names if name not in turning]
         joining = list[tuple[Pool, Kinds]]()
         for pool, count in growths.items():
@@ -153,17 +153,26 @@ class ResizePlanner:
         slices = len(self.fabric.memory_setup.attentions) + 1
         require_none(refusals_of_growth(self.pipeline, role, kind, replicas, slices))
 
-    def _check_links(self, growth: int) -> None:
-        """Raise ConfigError if a memory worker's arena has too little room for links to all workers that the pools
-        would have. Beyond that, workers that join would take the room of lost ones, which could not be replaced."""
-        most_links, needed = self.fabric.most_links, sum(self.wanted.values()) + growth - 1
-        known = [name for name in self.topology.memories if name in most_links]
-        name = min(known, key=most_links.__getitem__, default="")
-        if name and needed > most_links[name]:
-            raise ConfigError(
-                f"{name} has room for links to {most_links[name]} workers, and the pools would have {needed} others; "
-                "let fewer join, or start the cluster with more workers"
-            )
+    def require_links(self, growth: Mapping[Pool, int]) -> None:
+        """Raise ConfigError if the arena of a member has too little room for its links once each pool has grown by
+        ``growth``. Beyond that, workers that join would take the room of lost ones, which could not be replaced."""
+        sizes = {pool: size + growth.get(pool, 0) for pool, size in self.wanted.items()}
+        most = self.fabric.most_links
+        for pool in sizes:
+            members = [name for name in self.topology.names if self.topology.pool_of(name) == pool and name in most]
+            name = min(members, key=lambda one: (most[one], one), default="")
+            if name and (needed := self._links_in(pool, sizes)) > most[name]:
+                raise ConfigError(
+                    f"{name} has room for links to {most[name]} workers, and would need links to {needed}; "
+                    "let fewer join, or start the cluster with more workers"
+                )
+
+    def _links_in(self, pool: Pool, sizes: Mapping[Pool, int]) -> int:
+        """Return how many links each worker of a pool has if the pools have these sizes."""
+        prefills, computes = sizes["prefill"], sizes["prefill"] + sizes["compute"]
+        own = {"prefill": 0, "compute": prefills, "memory": None}[pool]
+        pipeline = self.pipeline.with_workers(prefills, sizes["compute"])
+        return self.fabric.arena(own, pipeline, computes, sizes["memory"]).links
 
     def _least(self, pool: Pool) -> int:
         """Return how many workers must stay in a pool."""

@@ -94,6 +94,7 @@ def pools_of(
     plan = Mock(compute_setup=Mock(local=bool(topology.local)), start_s=60.0, limits=Limits(8, 64, 60))
     control, workers, fabric = Mock(), Mock(), Mock(plan=plan)
     fabric.most_links, fabric.memory_setup.attentions = {}, [Mock(), Mock()]
+    fabric.arena = lambda own, pipeline, computes, memories: Mock(links=computes + memories - 1)
     fabric.plan.config.prefill, fabric.plan.config.compute = None, f"cpu:{len(topology.computes)}"
     fabric.launcher.default_kind = lambda pool: "cpu"
     waiting = agents if isinstance(agents, list) else [*agents]
@@ -158,10 +159,19 @@ def test_pools_grow_no_further_than_a_memory_worker_has_room_for_links() -> None
     """Lost workers could not be replaced once others have taken the room of their links."""
     pools = pools_of(TOPOLOGY)
     pools._fabric.most_links.update({"memory0": 3, "memory1": 5})
-    with pytest.raises(ConfigError, match="memory0 has room for links to 3 workers, and the pools would have 4 others"):
+    with pytest.raises(ConfigError, match="memory0 has room for links to 3 workers, and would need links to 4"):
         pools.resize({"memory": PoolChange(2, "")}, Resize())
     pools.resize({"memory": PoolChange(1, "")}, Resize())
     assert pools.wanted["memory"] == 3
+
+
+def test_an_agent_whose_worker_would_take_the_room_of_lost_ones_is_told_so() -> None:
+    pools = pools_of(TOPOLOGY, agents=["memory"])
+    pools._fabric.most_links.update({"memory0": 2})
+    pools.turn(steady=True)
+    assert pools.coming("memory") == 0 and pools.wanted["memory"] == 2
+    ((pool, why),) = [call.args for call in cast(Mock, pools._fabric.launcher).refuse_offers.mock_calls]
+    assert pool == "memory" and why.startswith("memory0 has room for links to 2 workers, and would need links to 3")
 
 
 def test_a_replica_that_leaves_stays_as_a_whole_once_the_other_one_is_lost() -> None:
