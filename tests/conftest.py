@@ -59,18 +59,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
-@pytest.fixture
-def native_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear layers in bfloat16 are Lamina's products on every processor: with matrix tiles, oneDNN's are faster."""
-    from lamina.core.types import DType
-    from lamina.lowering import cpu_slices, native_operators
-
-    def packing(dtype: DType) -> native_operators.Packing | None:
-        return native_operators.NATIVE if dtype is DType.BFLOAT16 else native_operators.packing(dtype)
-
-    monkeypatch.setattr(cpu_slices, "packing", packing)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What workers keep between starts goes to a folder of this run, not to the user's; its processes share it."""

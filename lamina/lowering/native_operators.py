@@ -134,7 +134,7 @@ class Packing:
 
 def packing(dtype: DType) -> Packing | None:
     """Return the fastest packing for ``dtype`` on this processor; None if torch's own linear is faster."""
-    if dtype is DType.BFLOAT16 and _native.linear_available() and _native.linear_tiles_error() != 0:
+    if dtype is DType.BFLOAT16 and _native.linear_available():
         return NATIVE
     return ONEDNN if _onednn_packs(dtype) else None
 

@@ -14,7 +14,6 @@
 namespace lamina::linear {
 namespace {
 
-constexpr int64_t kCachedBytes = 512 * 1024;  // of rows that stay in a core's cache while panels pass
 constexpr int64_t kBytesPerTask = 256 * 1024; // of the weight: long reads, and enough tasks to even out
 constexpr int64_t kManyRows = 48;    // beyond these, reading the weight again for each block costs little
 constexpr int64_t kSetStride = 4096; // bytes after which a core's first cache uses the same set again
@@ -34,7 +33,8 @@ int64_t tasks_of(const Linear &linear, int64_t panels_per_task) {
 bool fits_tiles(const Linear &linear) {
     const Codes &codes = linear.codes;
     const int64_t pairs = (codes.bits == 0 ? linear.inputs : codes.group) / 2;
-    return linear.rows >= kTileRows && (codes.bits == 0 || codes.group % 2 == 0) &&
+    return linear.rows >= (codes.bits == 0 ? kFewestRows : kTileRows) &&
+           (codes.bits == 0 || codes.group % 2 == 0) &&
            tile_step(codes.x_group > 0 ? codes.x_group / 4 : pairs) >= kTileWords / 2;
 }
 
@@ -42,7 +42,7 @@ PanelKernel kernel_for(const Linear &linear, attention::Path path) {
     const bool dense = linear.codes.bits == 0;
 #if defined(__x86_64__)
     if (path == attention::Path::Amx && fits_tiles(linear))
-        return amx_tiles();
+        return amx_tiles(dense);
     if (linear.codes.x_group > 0)
         return avx512vnni_quads();
 #endif
@@ -85,7 +85,7 @@ bool collide(const Linear &linear, const PanelKernel &kernel) {
     if (linear.byte_rows)
         return false;
     const int64_t together = std::min(linear.rows, kernel.most_rows);
-    return together > kSetRows && linear.x_stride * int64_t{sizeof(uint16_t)} % kSetStride == 0;
+    return together > kSetRows && linear.x_stride * int64_t{sizeof(uint16_t)} % kernel.set_stride == 0;
 }
 
 // The memory of ByteRows.
@@ -192,9 +192,8 @@ void multiply(std::span<const Linear> group, int threads, attention::Path path) 
     }
     const int64_t rows = group.front().rows, inputs = group.front().inputs;
     const int64_t per_task = std::max<int64_t>(1, kBytesPerTask / panel_bytes(group.front()));
-    const int64_t block = kernel.most_rows;
-    const int64_t most =
-        std::max<int64_t>(1, kCachedBytes / (inputs * (group.front().byte_rows ? 1 : 2)) / block) * block;
+    const int64_t row_bytes = inputs * (group.front().byte_rows ? 1 : 2), step = kernel.chunk_step;
+    const int64_t most = std::max<int64_t>(1, kernel.chunk_bytes / row_bytes / step) * step;
     const int64_t chunks = (rows + most - 1) / most;
     int64_t tasks = 0;
     for (const Linear &linear : group)

@@ -5,7 +5,9 @@
 
 namespace lamina::linear {
 
-constexpr int64_t kTileRows = 16;  // of x in a tile; with fewer rows, kernels without tiles multiply
+constexpr int64_t kTileRows = 16; // of x in a tile
+constexpr int64_t kFewestRows =
+    5; // of x that tiles multiply by weights in bfloat16 faster than other kernels
 constexpr int64_t kTileWords = 16; // of a panel in a tile: pairs or quads of inputs
 
 // Words that are multiplied at a time: the most that a tile holds and that divide `words`.
@@ -16,7 +18,7 @@ constexpr int64_t tile_step(int64_t words) {
     return step;
 }
 
-// A weight in bfloat16 or as codes, and x in bfloat16 or, with an x_group, rounded to 8 bits.
-PanelKernel amx_tiles();
+// A weight in bfloat16 (`dense`) or as codes, and x in bfloat16 or, with an x_group, rounded to 8 bits.
+PanelKernel amx_tiles(bool dense);
 
 } // namespace lamina::linear

@@ -8,7 +8,11 @@ namespace lamina::linear {
 namespace {
 
 constexpr int64_t kMostRows = 2 * kTileRows;
-constexpr int64_t kWord = 4;                   // bytes of a pair or a quad
+constexpr int64_t kDenseRows = 256;         // of x, whose sums are kept while parts of a panel pass
+constexpr int64_t kPartWords = 128;         // of a panel, which stay in a core's first cache while rows pass
+constexpr int64_t kPartedWords = 512;       // of a panel at most, whose sums cost less than reading it again
+constexpr int64_t kDenseBytes = 768 * 1024; // of x, for which reading a panel again costs less
+constexpr int64_t kWord = 4;                // bytes of a pair or a quad
 constexpr int64_t kPanelWord = kPanel * kWord; // bytes of a panel's pairs or quads of the same inputs
 using Sums = float[kMostRows][kPanel];         // with quads, of int32
 using Step = uint32_t[kTileWords][kPanel];
@@ -42,6 +46,12 @@ template <int TILE> void load_tile(const uint8_t *from, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(TILE) : "memory");
 }
 
+// Loads a row of tiles of sums.
+template <int FIRST> void load_sums(const float *sums) {
+    load_tile<FIRST>(reinterpret_cast<const uint8_t *>(sums), kPanelWord);
+    load_tile<FIRST + 1>(reinterpret_cast<const uint8_t *>(sums + kPanel / 2), kPanelWord);
+}
+
 template <bool QUADS, int SUMS, int X, int WEIGHT> void multiply_tiles() {
     if constexpr (QUADS)
         asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(X), "i"(WEIGHT));
@@ -50,16 +60,23 @@ template <bool QUADS, int SUMS, int X, int WEIGHT> void multiply_tiles() {
 }
 
 // Sums up `words` words of each row of x times those of a panel, of which next() returns `step` at a time.
+// `adds`: to what the sums are.
 template <bool QUADS, class Next>
 void sum_words(const uint8_t *x, int64_t x_stride, int64_t rows, int64_t words, int64_t step, Next next,
-               Sums &sums) {
+               float (*sums)[kPanel], bool adds = false) {
     const uint8_t *second = x + kTileRows * x_stride;
     const bool two = rows > kTileRows;
-    _tile_zero(0);
-    _tile_zero(1);
-    if (two) {
-        _tile_zero(2);
-        _tile_zero(3);
+    if (adds) {
+        load_sums<0>(sums[0]);
+        if (two)
+            load_sums<2>(sums[kTileRows]);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        if (two) {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
     }
     for (int64_t w = 0; w < words; w += step, x += step * kWord, second += step * kWord) {
         const uint8_t *weight = next();
@@ -83,13 +100,23 @@ void sum_words(const uint8_t *x, int64_t x_stride, int64_t rows, int64_t words, 
 }
 
 void multiply_pairs(const Linear &task, int64_t first_row, int64_t rows, int64_t panel) {
-    const int64_t words = task.inputs / 2, step = tile_step(words);
-    const uint8_t *weight = static_cast<const uint8_t *>(task.packed) + panel * words * kPanelWord;
+    const int64_t words = task.inputs / 2, step = tile_step(words),
+                  part = rows > kMostRows && words <= kPartedWords ? kPartWords / step * step : words,
+                  x_stride = task.x_stride * int64_t{sizeof *task.x};
+    const uint8_t *weights = static_cast<const uint8_t *>(task.packed) + panel * words * kPanelWord;
     const auto *x = reinterpret_cast<const uint8_t *>(task.x + first_row * task.x_stride);
-    alignas(64) Sums sums;
-    set_shapes(rows, step);
-    const auto next = [&] { return std::exchange(weight, weight + step * kPanelWord); };
-    sum_words<false>(x, task.x_stride * int64_t{sizeof *task.x}, rows, words, step, next, sums);
+    alignas(64) float sums[kDenseRows][kPanel];
+    int64_t shaped = 0;
+    for (int64_t word = 0; word < words; word += part)
+        for (int64_t row = 0; row < rows; row += kMostRows) {
+            const int64_t some = std::min(kMostRows, rows - row);
+            if (std::exchange(shaped, some) != some)
+                set_shapes(some, step);
+            const uint8_t *weight = weights + word * kPanelWord;
+            const auto next = [&] { return std::exchange(weight, weight + step * kPanelWord); };
+            sum_words<false>(x + row * x_stride + word * kWord, x_stride, some, std::min(part, words - word),
+                             step, next, sums + row, word > 0);
+        }
     _tile_release();
     store_totals(task, first_row, rows, panel, sums);
 }
@@ -190,7 +217,9 @@ void multiply_panel(const Linear &task, int64_t first_row, int64_t rows, int64_t
 
 } // namespace
 
-PanelKernel amx_tiles() {
+PanelKernel amx_tiles(bool dense) {
+    if (dense)
+        return {kDenseRows, kDenseRows, multiply_panel, kMostRows, kDenseBytes, 2048};
     return {kMostRows, kMostRows, multiply_panel};
 }
 

@@ -306,7 +306,6 @@ def dense_experts(weight: Weight) -> Tensor:
 
 
 @needs_kernels
-@pytest.mark.usefixtures("native_products")
 def test_slices_with_codes_run_as_native_programs(folder: Path) -> None:
     device, model = make("cpu"), lower(split(load_config(find(folder, tokenizer=False)), DType.BFLOAT16))
     for to in ("int8", "int4"):
@@ -315,7 +314,6 @@ def test_slices_with_codes_run_as_native_programs(folder: Path) -> None:
 
 
 @needs_byte_rows
-@pytest.mark.usefixtures("native_products")
 @pytest.mark.parametrize("to", ["int8", "int4"])
 def test_slices_with_rounded_activations_run_as_native_programs(folder: Path, to: Quantization) -> None:
     """Their logits are near those with activations in bfloat16, and are others."""

@@ -1,7 +1,6 @@
 """Packed linear layers against the same product in float64."""
 
 import dataclasses
-import errno
 import functools
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lamina import _native
-from lamina.core.types import DType, Quantization
+from lamina.core.types import Quantization
 from lamina.lowering.cpu_codes import (
     can_pack,
     linear_codes,
@@ -19,7 +18,7 @@ from lamina.lowering.cpu_codes import (
     pack_codes,
     pack_experts,
 )
-from lamina.lowering.native_operators import NATIVE, ONEDNN, Packing, linear_native, packing
+from lamina.lowering.native_operators import NATIVE, ONEDNN, Packing, linear_native
 from lamina.models.quantisation.codes import Codes, ExpertCodes, quantise_experts
 
 paths = pytest.mark.parametrize("path", _native.attention_paths()[1:], ids=lambda path: path.name.lower())
@@ -99,17 +98,6 @@ def test_onednn() -> None:
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("oneDNN does not multiply bfloat16 on this processor")
     check(ONEDNN, random(1, 1, 7, 64), random(2, 33, 64), random(3, 33))
-
-
-@needs_kernels
-@pytest.mark.parametrize(("error", "way"), [(None, NATIVE), (errno.EPERM, NATIVE), (0, ONEDNN)])
-def test_onednn_multiplies_where_matrix_tiles_are_granted(
-    monkeypatch: pytest.MonkeyPatch, error: int | None, way: Packing
-) -> None:
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("oneDNN does not multiply bfloat16 on this processor")
-    monkeypatch.setattr(_native, "linear_tiles_error", lambda: error)
-    assert packing(DType.BFLOAT16) is way
 
 
 @needs_kernels

@@ -15,7 +15,6 @@ from tests.support.sweep import sweep
 
 pytestmark = [
     pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX2"),
-    pytest.mark.usefixtures("native_products"),
 ]
 
 PROGRAMS = sweep(
