@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from lamina.core.types import DType
 from lamina.splitter.attention import IMPLEMENTATION, attention

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.node import map_arg
-from transformers import PretrainedConfig
+from transformers.configuration_utils import PretrainedConfig
 
 from lamina.core.errors import UnsupportedModelError
 from lamina.core.types import AttentionSpec, DType

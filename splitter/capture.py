@@ -16,8 +16,10 @@ from torch import Tensor, fx, nn
 from torch._export.utils import _compiling_state_context
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.configuration_utils import PretrainedConfig
 from transformers.initialization import no_init_weights
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from lamina.core.errors import UnsupportedModelError
 from lamina.core.types import DType

@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.functions import FloorDiv
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from lamina.splitter.markers import ATTENTION, LINEAR
 

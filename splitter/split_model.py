@@ -15,7 +15,7 @@ from lamina.core.types import AttentionSpec, DType
 from lamina.splitter.parts import Runs
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers.configuration_utils import PretrainedConfig
 
 
 @dataclass(frozen=True)

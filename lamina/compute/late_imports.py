@@ -2,8 +2,10 @@
 
 import gc
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -16,21 +18,33 @@ META_KERNELS = "torch._meta_registrations"
 """Torch's functions for tensors without data. Only the capture of a model calls them, but without them torch.Generator,
 which draws dummy weights, is an error."""
 
+TRANSFORMERS = "transformers"
 MODELS = "transformers.models"
+COMPILER = "torch._dynamo"
+DISTRIBUTED_TENSORS = "torch.distributed.tensor"
 
 
-class _Models(ModuleType):
-    """Package ``MODELS`` without names: to list them, the real one reads all 1,600 files of its models.
+class _Placeholder(ModuleType):
+    """A package that is slow to import, reduced to its modules and the names given.
 
     Its modules are imported as ever. The real package is imported for whoever asks for another name.
     """
 
+    def __init__(self, package: str, folders: list[str], **names: Any) -> None:
+        """``folders``: where the package's modules are."""
+        super().__init__(package)
+        self.__path__ = folders
+        vars(self).update(names)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if sys.modules.get(MODELS) is self:
-            del sys.modules[MODELS]
-        return getattr(importlib.import_module(MODELS), name)
+        module = f"{self.__name__}.{name}"
+        if importlib.util.find_spec(module) is not None:
+            return importlib.import_module(module)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
 
 
 def before_imports(device: str) -> None:
@@ -38,17 +52,20 @@ def before_imports(device: str) -> None:
 
     Hides installed packages that a text decoder on ``device`` never uses, whose import takes half a second, and on CPUs
     ``META_KERNELS``, a fifth of torch's import. Disables garbage collection until the worker is set up: scanning the
-    libraries' million objects takes a fifth of the start. Lists no names of ``MODELS``.
+    libraries' million objects takes a fifth of the start. Lists no names of ``TRANSFORMERS`` and ``MODELS``, for which
+    these read all 1,600 files of transformers' models.
     """
     gc.disable()
     for package in (*_UNUSED, *(_UNUSED_ON_CPU if device == "cpu" else ())):
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # None makes an import fail
     if device == "cpu":
         sys.modules.setdefault(META_KERNELS, ModuleType(META_KERNELS))
-    transformers = importlib.util.find_spec("transformers")
-    if transformers is not None and MODELS not in sys.modules:
-        models = sys.modules[MODELS] = _Models(MODELS)
-        models.__path__ = [f"{folder}/models" for folder in transformers.submodule_search_locations or ()]
+    spec = importlib.util.find_spec(TRANSFORMERS)
+    if spec is not None and TRANSFORMERS not in sys.modules:
+        folders = list(spec.submodule_search_locations or ())
+        version = importlib.metadata.version(TRANSFORMERS)
+        sys.modules[TRANSFORMERS] = _Placeholder(TRANSFORMERS, folders, __version__=version, __spec__=spec)
+        sys.modules[MODELS] = _Placeholder(MODELS, [f"{folder}/models" for folder in folders])
     quiet_imports()
 
 
@@ -57,3 +74,39 @@ def import_meta_kernels() -> None:
     if not hasattr(sys.modules[META_KERNELS], "__file__"):
         del sys.modules[META_KERNELS]
         importlib.import_module(META_KERNELS)
+
+
+def import_transformers() -> None:
+    """Import transformers and what captures a model, after ``before_imports`` without parts that are not used.
+
+    On a CPU, these are the compiler of torch, whose decorators then do nothing, and tensors that are distributed over
+    processes. Without ``before_imports``, nothing is left out.
+    """
+    package = sys.modules.get(TRANSFORMERS)
+    if isinstance(package, _Placeholder):
+        utils: Any = importlib.import_module("transformers.utils")
+        utils.direct_transformers_import = lambda *_: package  # would import the package anew, with all names
+    if not hasattr(sys.modules[META_KERNELS], "__file__"):
+        import_meta_kernels()
+        if COMPILER not in sys.modules and DISTRIBUTED_TENSORS not in sys.modules:
+            _leave_out_parts_of_torch(sys.modules["torch"])
+    importlib.import_module("transformers.modeling_utils")
+
+
+def _leave_out_parts_of_torch(torch: Any) -> None:
+    (folder,) = torch.__path__
+    marks = {name: _unmarked for name in ("allow_in_graph", "assume_constant_result", "disable")}
+    sys.modules[COMPILER] = _Placeholder(COMPILER, [f"{folder}/_dynamo"], **marks)
+    # torch compares each tensor's type with this one
+    tensors = _Placeholder(DISTRIBUTED_TENSORS, [f"{folder}/distributed/tensor"], DTensor=type("DTensor", (), {}))
+    sys.modules[DISTRIBUTED_TENSORS] = torch.distributed.tensor = tensors
+    for module in ("transformers.utils.import_utils", "transformers.utils"):
+        utils: Any = importlib.import_module(module)
+        utils.is_torch_distributed_available = lambda: False
+    symbols: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    symbols.uninteresting_files = frozenset  # would import the compiler to leave its files out of messages
+
+
+def _unmarked(function: Callable[..., Any] | None = None, recursive: bool = True, **_: Any) -> Callable[..., Any]:
+    """Return a function, or a decorator of functions, without a mark for the compiler."""
+    return _unmarked if function is None else function

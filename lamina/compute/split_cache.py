@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 
 from lamina import _native
-from lamina.compute.late_imports import import_meta_kernels
+from lamina.compute.late_imports import import_transformers
 from lamina.config.environment import environment
 from lamina.core.types import DType
 from lamina.lowering import LoweredModel, Target
@@ -133,7 +133,7 @@ def cache_key(ingredients: Mapping[str, bytes]) -> str:
 
 
 def _split(place: ModelDirectory, dtype: DType | None, target: Target, rank: Rank = ONLY) -> Prepared:
-    import_meta_kernels()
+    import_transformers()
     from lamina.lowering import lower
     from lamina.models.pretrained import load_config, resolve_dtype
     from lamina.splitter import split
@@ -204,7 +204,7 @@ def _digest(file: Path, payload: bytes) -> bytes:
 
 
 def _plan(place: ModelDirectory, dtype: DType) -> WeightPlan:
-    import_meta_kernels()
+    import_transformers()
     from lamina.models import pretrained
     from lamina.models.pretrained import load_config
 

@@ -47,10 +47,13 @@ from lamina.compute.late_imports import before_imports
 before_imports("cpu")
 import sys
 from lamina.compute.split_cache import prepare
+import torch
 from lamina.models import directory
 assert "torch._decomp" not in sys.modules
 prepare(directory.find(None), None, lambda: None)
-assert not hasattr(sys.modules["transformers.models"], "__file__")  # nothing has asked for its names
+for package in ("transformers", "transformers.models", "torch._dynamo", "torch.distributed.tensor"):
+    assert not hasattr(sys.modules[package], "__file__"), package  # nothing has asked for its names
+assert torch.distributed.is_available()
 """
     variables = os.environ | {"LAMINA_CACHE_DIR": str(tmp_path / "less")}
     subprocess.run([sys.executable, "-c", code], env=variables, timeout=200, check=True)
@@ -59,13 +62,20 @@ assert not hasattr(sys.modules["transformers.models"], "__file__")  # nothing ha
     assert (less.name, less.read_bytes()) == (whole.name, whole.read_bytes())
 
 
-def test_names_that_transformers_has_left_out_are_found_when_asked_for() -> None:
+def test_names_that_transformers_and_torch_have_left_out_are_found_when_asked_for() -> None:
     code = """
-from lamina.compute.late_imports import before_imports
+from lamina.compute.late_imports import before_imports, import_transformers
 before_imports("cpu")
+import torch
+import_transformers()
 from transformers.models.llama import LlamaConfig as by_module
 from transformers.models import LlamaConfig, GPT2Config
 from transformers import LlamaConfig as by_package
 assert LlamaConfig is by_module is by_package
+from torch.distributed.tensor import Replicate
+import torch.distributed.tensor
+assert torch.distributed.tensor.DTensor is torch.distributed.tensor._api.DTensor
+assert torch._dynamo.is_compiling() is False
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
 """
     subprocess.run([sys.executable, "-c", code], timeout=200, check=True)
