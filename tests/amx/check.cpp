@@ -1,5 +1,5 @@
-// Compares matrix products by tiles with products in float64. Runs in the emulated machine that run.sh
-// starts.
+// Compares matrix products by tiles with products in float64, and attention by tiles with portable attention.
+// Runs in the emulated machine that run.sh starts.
 //     check granted: tiles must multiply
 //     check refused: makes the kernel refuse tiles; other kernels must multiply
 #include "lamina/linear.h"
@@ -200,6 +200,57 @@ void check_all(const std::vector<int64_t> &counts) {
     check({100, 1536, 70}, 3);
 }
 
+// Attention of a chunk of rows, the last of a segment of bfloat16, with tiles and without.
+void check_attention(const lamina::attention::Shape &shape, int32_t rows, int32_t tokens, int64_t window) {
+    using namespace lamina::attention;
+    const auto q = draw_halves(rows * shape.query_heads * shape.qk_dim),
+               k = draw_halves(tokens * shape.kv_heads * shape.qk_dim),
+               v = draw_halves(tokens * shape.kv_heads * shape.v_dim);
+    std::vector<int32_t> slots;
+    for (int32_t slot = tokens; slot-- > 0;)
+        slots.push_back(slot);
+    const int32_t query_offsets[] = {0, rows}, query_start[] = {tokens - rows}, kv_start[] = {0};
+    const int64_t kv_offsets[] = {0, tokens};
+    const auto heads = static_cast<size_t>(rows * shape.query_heads), size = static_cast<size_t>(shape.v_dim);
+    std::vector<float> outs[2], lses[2];
+    for (int tiles = 0; tiles < 2; ++tiles) {
+        outs[tiles].resize(heads * size);
+        lses[tiles].resize(heads);
+        const Problem problem{shape,
+                              {0.125f, window, 0, 0, nullptr},
+                              {1, query_offsets, query_start, kv_offsets, kv_start, slots.data()},
+                              ElementType::BFloat16,
+                              ElementType::BFloat16,
+                              q.data(),
+                              k.data(),
+                              v.data(),
+                              nullptr,
+                              nullptr,
+                              outs[tiles].data(),
+                              lses[tiles].data()};
+        partial(problem, 1, tiles ? Path::Amx : Path::Portable);
+    }
+    ++products;
+    for (size_t i = 0; i < outs[0].size(); ++i)
+        if (!(std::abs(outs[1][i] - outs[0][i]) <= 0x1p-7) ||
+            !(std::abs(lses[1][i / size] - lses[0][i / size]) <= 1e-4f)) {
+            if (++failures <= 20)
+                std::printf(
+                    "FAILED attention of %d rows and %d tokens, heads of %ld and %ld: %f instead of %f\n",
+                    rows, tokens, shape.qk_dim, shape.v_dim, outs[1][i], outs[0][i]);
+            return;
+        }
+}
+
+void check_attention() {
+    for (const int64_t window : {0, 20})
+        for (const int32_t rows : {2, 5, 40}) {
+            check_attention({4, 2, 64, 64}, rows, rows + 90, window);
+            check_attention({3, 1, 24, 40}, rows, rows, window);
+            check_attention({8, 1, 128, 96}, rows, rows + 33, window);
+        }
+}
+
 // A signal stack too small for the state of tiles: the kernel then refuses them.
 void take_small_signal_stack() {
     static char memory[8192];
@@ -225,6 +276,8 @@ int main(int count, char **arguments) {
                                              : std::strerror(*error));
     if (!expected)
         return 1;
+    if (mode == "granted")
+        check_attention();
     check_all(mode == "granted" ? std::vector<int64_t>{1, 16, 17, 31, 32, 33, 40} : std::vector<int64_t>{17});
     std::printf("%s: %d products, %d failures\n", mode.c_str(), products, failures);
     return failures == 0 ? 0 : 1;
