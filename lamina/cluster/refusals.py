@@ -181,16 +181,6 @@ def _of_placement(config: EngineConfig) -> Iterator[Refusal]:
                 f"{parallel} and balance {config.balance}",
                 "KV cannot move while one rank may still attend to it, although another has finished",
             )
-        if config.kv_overcommit > 1:
-            yield Refusal(
-                f"{parallel} and kv_overcommit {config.kv_overcommit:g}",
-                "a block on disk has all heads of its tokens, but each rank has only some of them",
-            )
-    if config.kv_overcommit > 1 and partition == "head":
-        yield Refusal(
-            f"kv_overcommit {config.kv_overcommit:g} and partition head",
-            "a block on disk has all heads of its tokens, but each memory worker has only some of them",
-        )
     if partition == "request" and config.kv_tokens_per_worker is not None:
         yield Refusal(
             f"kv_tokens_per_worker {config.kv_tokens_per_worker} and partition request",

@@ -8,19 +8,20 @@ from lamina.core.sampling import SamplingParams
 from lamina.core.types import Segment
 
 BLOCK = 64
-"""Consecutive tokens that a disk stores as one block."""
+"""Consecutive tokens of which a disk stores one shard of heads as one block."""
 
 
 def blocks_of(capacity: int, overcommit: float) -> int:
-    """Return the blocks on disk of a memory worker: ``capacity`` slots and these hold ``overcommit * capacity``."""
+    """Return the blocks on disk of a memory worker: ``capacity`` slots and these hold ``overcommit * capacity``. Slots
+    and blocks each hold one shard of heads."""
     return int(capacity * (overcommit - 1)) // BLOCK
 
 
 class Spill(msgspec.Struct, array_like=True, frozen=True):
     """Memory worker ``worker`` copies blocks of a cached sequence to its disk, and answers with ``Stored``.
 
-    Tokens [``BLOCK`` * places[i], ``BLOCK`` * (places[i] + 1)) go to ``blocks[i]``. A release of the sequence ends the
-    copying.
+    Its n shards of tokens [``BLOCK`` * places[i], ``BLOCK`` * (places[i] + 1)) go to ``blocks[i * n : (i + 1) * n]``. A
+    release of the sequence ends the copying. If several workers have shards, each has a part with the same ``number``.
     """
 
     number: int
@@ -34,7 +35,8 @@ class Fetch(msgspec.Struct, array_like=True, frozen=True):
     """Memory worker ``worker`` reads blocks from its disk into new slots of ``child``, from token ``start`` on, and
     answers with ``Stored``.
 
-    ``child`` is a cached sequence of these heads; if ``start`` is not 0, the same plan has forked it.
+    ``child`` is a cached sequence, of which the worker has these heads. ``blocks`` has one block for each shard, as in
+    ``Spill``. If ``start`` is not 0, the same plan has forked it.
     """
 
     number: int

@@ -1,9 +1,11 @@
 """Decides which cached prefixes memory workers copy to their disks, and which they read back for a request. Pure.
 
-A worker's disk holds blocks of ``BLOCK`` consecutive tokens. The key of a block is a digest of its tokens and all
-tokens before them, so that equal keys mean equal prefixes. Once a worker is half full, it copies its prefixes to disk,
-oldest first, while they stay in memory. So eviction never waits for the disk: a prefix that is evicted before it was
-copied is lost, as without a disk. Prefixes that several workers hold together are not copied.
+A block of a worker's disk holds one shard of the heads of ``BLOCK`` consecutive tokens. The key of these tokens is a
+digest of them and all tokens before them, so that equal keys mean equal prefixes. Once a worker is half full, it copies
+its prefixes to disk, oldest first, while they stay in memory. So eviction never waits for the disk: a prefix that is
+evicted before it was copied is lost, as without a disk. If workers each hold some heads of a prefix, each of them
+copies its own heads, and the prefix comes back once all of them have read theirs. Prefixes of which several places
+(``lamina.kv.placement``) hold some tokens are not copied.
 
 If a request begins with blocks that are on disk but not in memory, they are fetched into reserved slots before the
 request queues, and are then cached like any other prefix. The cached prefix that they extend must not move meanwhile.
@@ -11,11 +13,13 @@ request queues, and are then cached like any other prefix. The cached prefix tha
 
 import collections
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 
 from lamina.core.requests import Group, Ids, ids_of
 from lamina.core.steps import BLOCK, Fetch, Fork, Spill, blocks_of
+from lamina.core.types import Segment
+from lamina.kv.disk_blocks import Blocks, PlaceBlocks
 from lamina.kv.placement import AHEAD, Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.kv.prefix_tree import Node, PrefixTree
@@ -33,73 +37,41 @@ def keys_of(salt: str, ids: Ids, tokens: int) -> list[bytes]:
     return keys
 
 
-class Blocks:
-    """The blocks of one disk."""
+@dataclass(eq=False)
+class _Transfer:
+    """A copy or fetch in which each worker of a place has a part.
 
-    def __init__(self, count: int) -> None:
-        self._free = list(range(count))
-        self._kept: collections.OrderedDict[bytes, int] = collections.OrderedDict()  # by key, in order of use
-        self._pinned = collections.Counter[int]()
+    Attributes:
+        number: Number of the copy or fetch, on all workers.
+        place: The place.
+        waiting: Workers whose parts have not ended.
+        failed: Workers whose parts have failed.
+    """
 
-    def __len__(self) -> int:
-        return len(self._kept)
+    number: int
+    place: str
+    waiting: set[str]
+    failed: set[str] = field(default_factory=set, init=False)
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._kept
-
-    def count_kept(self, keys: Sequence[bytes], first: int) -> int:
-        """Return the number of consecutive ``keys`` from place ``first`` on whose blocks are on the disk."""
-        return next((n for n, key in enumerate(keys[first:]) if key not in self._kept), len(keys[first:]))
-
-    def pin(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the blocks with these keys, mark them as just used, and keep them until ``unpin``."""
-        for key in keys:
-            self._kept.move_to_end(key)
-        blocks = [self._kept[key] for key in keys]
-        self._pinned.update(blocks)
-        return blocks
-
-    def unpin(self, blocks: Sequence[int]) -> None:
-        self._pinned.subtract(blocks)
-
-    def allocate_blocks(self, count: int) -> list[int]:
-        """Return up to ``count`` blocks to write to: free blocks, then the least recently used."""
-        taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        for key, block in list(self._kept.items()) if len(taken) < count else ():
-            if len(taken) == count:
-                break
-            if not self._pinned[block]:
-                del self._kept[key]
-                taken.append(block)
-        return taken
-
-    def record_written(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Record that allocated blocks now hold these keys."""
-        for key, block in zip(keys, blocks, strict=True):
-            self._free += [self._kept.pop(key)] if key in self._kept else []
-            self._kept[key] = block
-
-    def free_unwritten(self, blocks: Sequence[int]) -> None:
-        """Free blocks that were allocated but not written."""
-        self._free += blocks
-
-    def discard_unreadable(self, keys: Sequence[bytes]) -> None:
-        """Forget blocks that cannot be read."""
-        self._free += [self._kept.pop(key) for key in keys if key in self._kept]
+    def end_part(self, worker: str, complete: bool) -> bool:
+        """Record the end of a worker's part. Return whether all parts have ended."""
+        self.waiting.discard(worker)
+        self.failed |= set() if complete else {worker}
+        return not self.waiting
 
 
-@dataclass(frozen=True)
-class _Copying:
-    """A copy in flight of blocks of ``leaf`` with these ``keys``. Blocks from ``following`` on are to be examined."""
+@dataclass(eq=False)
+class _Copying(_Transfer):
+    """A copy of the tokens of ``leaf`` with these ``keys``. Tokens from block ``following`` on are to be examined."""
 
     leaf: Node
-    spill: Spill
+    spills: list[Spill]
     keys: list[bytes]
     following: int
 
 
 @dataclass(eq=False)
-class _Coming:
+class _Coming(_Transfer):
     """A fetch of blocks for a request. They extend ``base``, a cached prefix that must not move."""
 
     group: Group
@@ -107,8 +79,8 @@ class _Coming:
     ids: Ids
     keys: list[bytes]
     base: tuple[PrefixTree, Node] | None
-    fetch: Fetch
-    failed: bool = False
+    child: int
+    fetches: list[Fetch]
 
 
 @dataclass(frozen=True)
@@ -151,10 +123,11 @@ class Disks:
         self._sequences = sequences
         self._overcommit = overcommit
         self._number = 0
-        self._disks: dict[str, Blocks] = {}
+        self._disks: dict[str, Blocks] = {}  # by worker
+        self._places: dict[str, PlaceBlocks] = {}  # by place all of whose workers have disks
         # Leaves in the order in which they were cached, with the number of blocks at their start already examined.
         self._uncopied: dict[str, collections.deque[tuple[Node, int]]] = {}
-        self._copying: dict[str, _Copying] = {}  # by worker
+        self._copying: dict[str, _Copying] = {}  # by place
         self._wanted: list[_Coming] = []  # fetches that are in no plan yet
         self._coming: dict[int, _Coming] = {}  # by number
         self._arrived: list[_Coming] = []
@@ -167,36 +140,49 @@ class Disks:
         return bool(self._disks)
 
     def on_workers_lost(self, lost: Collection[str], *, ends_epoch: bool) -> list[Group]:
-        """Forget the blocks of lost workers; the end of an epoch also ends all transfers.
+        """End all transfers at the end of an epoch, in which ``lost`` places are gone.
 
         Call ``on_places_changed`` afterwards. Returns the requests that no longer wait for blocks.
         """
-        for worker in [worker for worker in self._copying if ends_epoch or worker in lost]:
-            copying = self._copying.pop(worker)
-            self._disks[worker].free_unwritten(copying.spill.blocks)
         if not ends_epoch:
             return []
+        self._drop_copies(list(self._copying))
         begun = [*self._coming.values(), *self._arrived]
         ended = [*begun, *self._wanted]
         queued = [coming.group for coming in ended if self._end_fetch(coming)]
         for coming in begun:
-            if coming.fetch.worker not in lost:
-                self._prefixes.free_unused(coming.fetch.child)
+            if coming.place not in lost:
+                self._prefixes.free_unused(coming.child)
         self._wanted, self._coming, self._arrived = [], {}, []
         return queued
 
+    def _drop_copies(self, places: Iterable[str]) -> None:
+        """Forget copies of these places: their workers have dropped them, or do so with the next plan."""
+        for place in places:
+            self._free_unwritten(self._copying.pop(place))
+
+    def _free_unwritten(self, copying: _Copying) -> None:
+        for spill in copying.spills:
+            if spill.worker in self._disks:
+                self._disks[spill.worker].free_unwritten(spill.blocks)
+
     def on_places_changed(self) -> None:
-        """Adapt to the workers of the placement. Memory of compute workers has no disk."""
-        counts = {
-            worker: blocks_of(capacity, self._overcommit)
-            for worker, capacity in self._placement.capacities.items()
-            if worker not in self._placement.local
-        }
-        before = self._disks
+        """Adapt to the places of the placement. Memory of compute workers has no disk."""
+        placement, before = self._placement, self._disks
+        counts = {worker: blocks_of(slots, self._overcommit) for worker, slots in placement.slots_with_disk().items()}
         self._disks = {
-            worker: before[worker] if worker in before else Blocks(n) for worker, n in counts.items() if n > 0
+            worker: before[worker] if worker in before else Blocks(count)
+            for worker, count in counts.items()
+            if count > 0
         }
-        self._uncopied = {worker: self._uncopied.get(worker) or collections.deque() for worker in self._disks}
+        parts = {place: placement.parts(place) for place in placement.capacities}
+        self._places = {
+            place: PlaceBlocks({worker: (self._disks[worker], shards) for worker, shards in own})
+            for place, own in parts.items()
+            if all(worker in self._disks for worker, _ in own)
+        }
+        self._uncopied = {place: self._uncopied.get(place) or collections.deque() for place in self._places}
+        self._drop_copies(self._copying.keys() - self._places.keys())
         self._note_kept()
         known = {leaf for queue in self._uncopied.values() for leaf, _ in queue}
         known |= {copying.leaf for copying in self._copying.values()}
@@ -206,44 +192,46 @@ class Disks:
 
     # -- to the disk -------------------------------------------------------------------------------------------------
 
+    def _works(self, place: str) -> bool:
+        """Whether the disks of all workers of a place work."""
+        return place in self._places and self._failed.isdisjoint(self._places[place].parts)
+
     def _queue_copy(self, leaf: Node) -> None:
-        worker = leaf.home
-        if worker in self._uncopied and worker not in self._failed:
-            self._uncopied[worker].append((leaf, 0))
+        place = leaf.home
+        if place is not None and self._works(place):
+            self._uncopied[place].append((leaf, 0))
 
     def _note_kept(self) -> None:
         for leaf in self._prefixes.pop_kept():
             self._queue_copy(leaf)
 
-    def _copies(self, worker: str) -> list[Spill]:
-        """Return the next copy of a worker as a list; empty if none is due."""
-        placement, uncopied = self._placement, self._uncopied[worker]
-        filled = placement.reserved[worker] + placement.idle[worker]
-        if (
-            worker in self._copying
-            or worker in placement.closed | self._failed
-            or filled < FULL * placement.capacities[worker]
-        ):
+    def _copies(self, place: str) -> list[Spill]:
+        """Return the next copy of a place, one part for each of its workers; empty if none is due."""
+        placement, uncopied, disk = self._placement, self._uncopied[place], self._places[place]
+        if not uncopied or place in placement.closed or not self._works(place) or placement.filled(place) < FULL:
+            return []
+        if any(worker in disk.parts for copying in self._copying.values() for worker in copying.waiting):
             return []
         while uncopied:
             leaf, first = uncopied.popleft()
             if leaf.sequence is None:
                 continue  # evicted, or now the beginning of another leaf
-            if leaf.home != worker:
+            if leaf.home != place:
                 self._queue_copy(leaf)  # it has moved
                 continue
             salt, ids = leaf.whole()
-            disk, keys = self._disks[worker], keys_of(salt, ids, len(ids))
-            places = [place for place in range(first, len(keys)) if keys[place] not in disk][:MOST_BLOCKS]
+            keys = keys_of(salt, ids, len(ids))
+            places = [number for number in range(first, len(keys)) if keys[number] not in disk][:MOST_BLOCKS]
             leaf.copied = not places
-            blocks = disk.allocate_blocks(len(places))
-            if not blocks:
+            count, blocks = disk.allocate_blocks(len(places))
+            if not count:
                 continue
-            places = places[: len(blocks)]
+            places = places[:count]
             self._number += 1
-            spill = Spill(self._number, worker, leaf.sequence, places, blocks)
-            self._copying[worker] = _Copying(leaf, spill, [keys[place] for place in places], places[-1] + 1)
-            return [spill]
+            spills = [Spill(self._number, worker, leaf.sequence, places, own) for worker, own in blocks.items()]
+            copied, following = [keys[number] for number in places], places[-1] + 1
+            self._copying[place] = _Copying(self._number, place, set(blocks), leaf, spills, copied, following)
+            return spills
         return []
 
     # -- and back ----------------------------------------------------------------------------------------------------
@@ -256,39 +244,45 @@ class Disks:
         salt, ids = group.request.params.cache_salt, ids_of(group.known_tokens(first, 0, first.goal))
         keys = keys_of(salt, ids, group.most_shared)
         best, most = None, max((one.length for one in self._prefixes.find(group).values()), default=0)
-        for worker, disk in self._disks.items():
-            if worker in self._placement.closed | self._failed:
+        for place, disk in self._places.items():
+            if place in self._placement.closed or not self._works(place):
                 continue
-            _, node, found = self._prefixes.beginning(worker, salt, ids)
+            _, node, found = self._prefixes.beginning(place, salt, ids)
             path = [] if node is None else list(node.path())
-            if any(one.worker != worker for one in path) or self._prefixes.is_moving(path):
+            if any(one.worker != place for one in path) or self._prefixes.is_moving(path):
                 continue
             resident = min(found // BLOCK, len(keys))
             kept = disk.count_kept(keys, resident)
             if kept and (stop := (resident + kept) * BLOCK) >= most + BLOCK:
                 held = next((one.stop for one in path if one.holders), 0)
-                best, most, lacking = (worker, resident), stop, stop - min(held, resident * BLOCK)
+                best, most, lacking = (place, resident), stop, stop - min(held, resident * BLOCK)
         if best is None or lacking + AHEAD > self._placement.room(best[0]):
             return False
-        worker, resident = best
-        self._begin(group, worker, salt, ids[:most], keys[resident : most // BLOCK])
+        place, resident = best
+        self._begin(group, place, salt, ids[:most], keys[resident : most // BLOCK])
         return True
 
-    def _begin(self, group: Group, worker: str, salt: str, ids: Ids, keys: list[bytes]) -> None:
+    def _begin(self, group: Group, place: str, salt: str, ids: Ids, keys: list[bytes]) -> None:
         start = len(ids) - len(keys) * BLOCK
-        base = self._prefixes.pin(worker, salt, ids[:start]) if start else None
+        base = self._prefixes.pin(place, salt, ids[:start]) if start else None
         for one in base[1].path() if base is not None else ():
             one.fixed += 1
-        self._placement.reserve_on(worker, len(keys) * BLOCK)
+        self._placement.reserve_on(place, len(keys) * BLOCK)
         self._number += 1
-        blocks = self._disks[worker].pin(keys)
-        fetch = Fetch(self._number, worker, next(self._sequences), start, blocks, group.heads)
-        self._wanted.append(_Coming(group, salt, ids, keys, base, fetch))
+        blocks, child = self._places[place].pin(keys), next(self._sequences)
+        fetches = [
+            Fetch(self._number, own.worker, child, start, blocks[own.worker], own.heads)
+            for own in self._placement.expand([Segment(child, place, group.heads, (0, None))])
+        ]
+        coming = _Coming(self._number, place, set(blocks), group, salt, ids, keys, base, child, fetches)
+        self._wanted.append(coming)
         self.held[group] = None
 
     def evicted_uncopied(self, worker: str) -> int:
         """Return how many tokens were evicted from a worker with a disk before they were copied."""
-        return self._prefixes.evicted[worker] if worker in self._disks else 0
+        if worker not in self._disks:
+            return 0
+        return sum(self._prefixes.evicted[place] for place in self._placement.places_on(worker))
 
     def abandon(self, group: Group) -> bool:
         """Forget a request that has ended. Return whether it was waiting for blocks, whose fetch continues."""
@@ -296,10 +290,11 @@ class Disks:
 
     def _end_fetch(self, coming: _Coming) -> bool:
         """End a fetch, successful or not, and release its slots. Return whether its request still waits for it."""
-        worker, tokens = coming.fetch.worker, len(coming.keys) * BLOCK
-        self._disks[worker].unpin(coming.fetch.blocks)
-        self._placement.will_release(worker, tokens)
-        self._placement.free_slots(worker, tokens)
+        tokens = len(coming.keys) * BLOCK
+        for fetch in coming.fetches:
+            self._disks[fetch.worker].unpin(fetch.blocks)
+        self._placement.will_release(coming.place, tokens)
+        self._placement.free_slots(coming.place, tokens)
         if coming.base is not None:
             for one in coming.base[1].path():
                 one.fixed -= 1
@@ -309,29 +304,30 @@ class Disks:
     # -- both --------------------------------------------------------------------------------------------------------
 
     def on_stored(self, worker: str, number: int, complete: bool, error: str) -> None:
-        """Handle a worker's ``Stored`` message: copy or fetch ``number`` has ended. After an ``error``, the worker's
-        disk is not used any more. Ignores a copy or fetch that was dropped."""
-        copying = self._copying.get(worker)
-        if copying is not None and copying.spill.number == number:
-            self._note_copied(copying, complete)
-        elif (coming := self._coming.pop(number, None)) is not None:
-            coming.failed = not complete
-            self._arrived.append(coming)
+        """Handle a worker's ``Stored`` message: its part of copy or fetch ``number`` has ended. After an ``error``, the
+        worker's disk is not used any more. Ignores a copy or fetch that was dropped."""
         if error:
             self._failed.add(worker)
-            self._uncopied[worker].clear()
+            for place in self._places:
+                if not self._works(place):
+                    self._uncopied[place].clear()
+        copying = next((one for one in self._copying.values() if one.number == number), None)
+        if copying is not None and copying.end_part(worker, complete):
+            self._note_copied(copying)
+        coming = self._coming.get(number)
+        if coming is not None and coming.end_part(worker, complete):
+            self._arrived.append(self._coming.pop(number))
 
-    def _note_copied(self, copying: _Copying, complete: bool) -> None:
-        worker = copying.spill.worker
-        del self._copying[worker]
-        if not complete:
-            self._disks[worker].free_unwritten(copying.spill.blocks)
+    def _note_copied(self, copying: _Copying) -> None:
+        del self._copying[copying.place]
+        if copying.failed:
+            self._free_unwritten(copying)
             self._queue_copy(copying.leaf)  # it may have moved
             return
         self.spilled += len(copying.keys) * BLOCK
-        self._disks[worker].record_written(copying.keys, copying.spill.blocks)
-        if worker not in self._failed:
-            self._uncopied[worker].appendleft((copying.leaf, copying.following))
+        self._places[copying.place].record_written(copying.keys, copying.spills)
+        if self._works(copying.place):
+            self._uncopied[copying.place].appendleft((copying.leaf, copying.following))
 
     @property
     def has_arrivals(self) -> bool:
@@ -346,26 +342,25 @@ class Disks:
         arrived, self._arrived = self._arrived, []
         queued: list[Group] = []
         for coming in arrived:
-            worker = coming.fetch.worker
             queued += [coming.group] if self._end_fetch(coming) else []
             if coming.failed:
-                self._disks[worker].discard_unreadable(coming.keys)
+                self._places[coming.place].discard_unreadable(coming.keys, coming.failed)
             else:
                 self.fetched += len(coming.keys) * BLOCK
-                fetch = coming.fetch
-                self._prefixes.keep_prefix(worker, coming.salt, coming.ids, fetch.child, fetch.heads)
-            self._prefixes.free_unused(coming.fetch.child)
+                heads = coming.group.heads
+                self._prefixes.keep_prefix(coming.place, coming.salt, coming.ids, coming.child, heads)
+            self._prefixes.free_unused(coming.child)
         return queued
 
     def changes(self) -> DiskChanges:
         """Return the changes for the next plan. Call it before ``PrefixCache.changes``."""
         wanted, self._wanted = self._wanted, []
-        self._coming |= {coming.fetch.number: coming for coming in wanted}
+        self._coming |= {coming.number: coming for coming in wanted}
         forks = [
-            Fork(coming.base[1].any_sequence, coming.fetch.child, coming.fetch.start)
+            Fork(coming.base[1].any_sequence, coming.child, coming.fetches[0].start)
             for coming in wanted
             if coming.base is not None
         ]
         self._note_kept()
-        spills = [spill for worker in self._disks for spill in self._copies(worker)]
-        return DiskChanges(forks, spills, [coming.fetch for coming in wanted])
+        spills = [spill for place in self._places for spill in self._copies(place)]
+        return DiskChanges(forks, spills, [fetch for coming in wanted for fetch in coming.fetches])

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from lamina.core.errors import RequestError
 from lamina.core.pipeline import Pipeline
@@ -32,6 +32,9 @@ class CachedPrefix(NamedTuple):
 
 
 NOTHING: Mapping[str, CachedPrefix] = {}
+
+Parts: TypeAlias = tuple[tuple[str, range], ...]
+"""The workers of a place, each with its shards of heads."""
 
 
 class Placement:
@@ -110,6 +113,7 @@ class Placement:
     def _follow_replicas(self, topology: Topology) -> None:
         """Note which compute workers hold KV, and for whom they attend to it."""
         self.local, self.lends = topology.local, topology.pipeline.spreads
+        self._diskless = topology.local
         self.hosts = {member.name: member.host for member in topology.members}
         self.others = functools.cache(topology.beyond) if topology.local else nowhere
         divides = self.longest is not None or self._partition == "token"
@@ -144,7 +148,23 @@ class Placement:
 
     def workers_at(self, place: str) -> Collection[str]:
         """Return the memory workers whose slots a place uses; none if it is lost."""
-        return (place,)
+        return [worker for worker, _ in self.parts(place)]
+
+    def parts(self, place: str) -> Parts:
+        """Return the memory workers whose slots a place uses, with their shards of heads; none if it is lost."""
+        return ((place, range(1)),)
+
+    def slots_with_disk(self) -> Mapping[str, int]:
+        """Return the slots of each worker that may have a disk: all but compute workers. A slot holds one shard."""
+        return {worker: slots for worker, slots in self._slots_by_worker.items() if worker not in self._diskless}
+
+    @property
+    def _slots_by_worker(self) -> Mapping[str, int]:
+        return self.capacities
+
+    def filled(self, place: str) -> float:
+        """Return the share of slots that are reserved or idle, on the fullest worker of a place."""
+        return (self.reserved[place] + self.idle[place]) / self.capacities[place]
 
     def on_workers(self, tokens: Mapping[str, int]) -> Mapping[str, int]:
         """Convert tokens by place to slots by memory worker."""

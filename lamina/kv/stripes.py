@@ -5,13 +5,12 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TypeAlias
 
 from lamina.core.heads import HeadShards
 from lamina.core.segments import joined
 from lamina.core.topology import Topology
 from lamina.core.types import Partition, Segment
-from lamina.kv.placement import AHEAD, NO_MEMBERS, WATERMARK, Placement, nowhere
+from lamina.kv.placement import AHEAD, NO_MEMBERS, WATERMARK, Parts, Placement, nowhere
 
 FEWEST = 2  # heads are cut for at least so many workers, since more may join
 
@@ -36,10 +35,6 @@ def placement(
     if shards.count > 1 or topology.pipeline.most_ranks > 1:
         return StripedPlacement(capacities, shards, longest, topology, partition)
     return Placement(capacities, longest, partition, topology)
-
-
-Parts: TypeAlias = tuple[tuple[str, range], ...]
-"""The workers of a place, each with its shards of heads."""
 
 
 def local_parts(topology: Topology, shards: HeadShards) -> list[Parts]:
@@ -171,8 +166,16 @@ class StripedPlacement(Placement):
     def places_on(self, worker: str) -> Collection[str]:
         return self._touching([worker])
 
-    def workers_at(self, place: str) -> Collection[str]:
-        return [worker for worker, _ in self._parts.get(place, ())]
+    def parts(self, place: str) -> Parts:
+        return self._parts.get(place, ())
+
+    @property
+    def _slots_by_worker(self) -> Mapping[str, int]:
+        return self._slots
+
+    def filled(self, place: str) -> float:
+        free = self._free({one: self.reserved[one] + self.idle[one] for one in self._parts})
+        return max(1 - free[worker] / self._slots[worker] for worker, _ in self._parts[place])
 
     def on_workers(self, tokens: Mapping[str, int]) -> Mapping[str, int]:
         """Return the usage of each worker in tokens with all heads, rounded up like the usage that memory workers

@@ -167,18 +167,22 @@ class Tier:
                 self._fetch(fetch)
 
     def _copy(self, spill: Spill) -> None:
-        slots, key = self._store.slab, (spill.sequence, 0)
-        if key not in slots:
+        held = self._held(spill.sequence)
+        if not held:
             self._on_done(spill.number, False, "")  # it was evicted with the same plan
             return
-        held = slots.slots(key)
-        parts = [held[place * BLOCK : (place + 1) * BLOCK].copy() for place in spill.places]
+        parts = [slots[place * BLOCK : (place + 1) * BLOCK].copy() for place in spill.places for slots in held]
         self._transfers.append(_Transfer(spill.number, spill.sequence, spill.blocks, parts, writes=True))
 
+    def _held(self, sequence: int) -> list[npt.NDArray[np.int32]]:
+        """Return the slots of each shard of a cached sequence, whose one segment here begins with its first token."""
+        held = self._store.held
+        return [self._store.slab.slots(key) for one in held.segments.get(sequence, [])[:1] for key in held.keys(one)]
+
     def _fetch(self, fetch: Fetch) -> None:
-        held = self._store.slab.slots((fetch.child, 0))
-        places = range(fetch.start, fetch.start + len(fetch.blocks) * BLOCK, BLOCK)
-        parts = [held[place : place + BLOCK].copy() for place in places]
+        held = self._held(fetch.child)
+        places = range(fetch.start, len(held[0]), BLOCK)
+        parts = [slots[place : place + BLOCK].copy() for place in places for slots in held]
         self._transfers.append(_Transfer(fetch.number, fetch.child, fetch.blocks, parts, writes=False))
 
     def release(self, sequences: Sequence[int]) -> None:

@@ -124,7 +124,7 @@ class Holdings:
         for segment in itertools.chain.from_iterable(self.segments.values()):
             start, stop = segment.tokens
             last = kept[segment.sequence] if stop is None else min(kept[segment.sequence], stop)
-            for key in self._keys(segment):
+            for key in self.keys(segment):
                 self.slab.truncate(key, max(0, last - start))
 
     @property
@@ -132,7 +132,7 @@ class Holdings:
         """By sequence: of each segment, its first token, its heads [first, stop), and how many tokens have slots."""
         return {
             sequence: [
-                (one.tokens[0], *one.heads, min(len(self.slab.slots(key)) for key in self._keys(one)))
+                (one.tokens[0], *one.heads, min(len(self.slab.slots(key)) for key in self.keys(one)))
                 for one in segments
             ]
             for sequence, segments in self.segments.items()
@@ -146,11 +146,12 @@ class Holdings:
     def _open(self, sequence: int, segments: list[Segment]) -> None:
         if segments:
             self.segments[sequence] = segments
-            for key in itertools.chain.from_iterable(map(self._keys, segments)):
+            for key in itertools.chain.from_iterable(map(self.keys, segments)):
                 if key not in self.slab:  # else it begins as a fork of a cached prefix
                     self.slab.open(key)
 
-    def _keys(self, segment: Segment) -> list[SegmentKey]:
+    def keys(self, segment: Segment) -> list[SegmentKey]:
+        """Return the key of each shard of a segment."""
         return [self.key(segment.sequence, segment.tokens[0], shard) for shard in self.shards.shards_of(segment.heads)]
 
     def key(self, sequence: int, first: int, shard: int) -> SegmentKey:
@@ -169,7 +170,7 @@ class Holdings:
         for segment in segments[: len(shared)]:
             start, stop = segment.tokens
             last = fork.tokens if stop is None else min(fork.tokens, stop)
-            for key in self._keys(segment):
+            for key in self.keys(segment):
                 child = self.key(fork.child, start, key[1] % self.shards.count)
                 if child in self.slab:
                     begun, source = self.slab.slots(child), self.slab.slots(key)
@@ -184,10 +185,10 @@ class Holdings:
         first, _ = new.tokens
         for segment in segments:
             if segment.tokens[0] >= first and overlaps(segment, new):
-                for key in self._keys(segment):
+                for key in self.keys(segment):
                     self.slab.free(key)
         after = [segment for segment in grown(segments, new) if segment.worker == self.worker]
-        for key in itertools.chain.from_iterable(map(self._keys, after)):
+        for key in itertools.chain.from_iterable(map(self.keys, after)):
             if key not in self.slab:  # of the new one, unless the sequence has come back
                 self.slab.open(key)
         if after:
@@ -197,7 +198,7 @@ class Holdings:
         """Free the slots of a sequence, if it is on this worker or moving to it."""
         self._starts.pop(sequence, None)
         segments = self.segments.pop(sequence, ()) or [Segment(sequence, self.worker, self.shards.whole, (0, None))]
-        for key in itertools.chain.from_iterable(map(self._keys, segments)):
+        for key in itertools.chain.from_iterable(map(self.keys, segments)):
             if key in self.slab:
                 self.slab.free(key)
 
@@ -210,10 +211,11 @@ class Holdings:
     def _begin_fetch(self, fetch: Fetch) -> None:
         """Allocate slots for blocks fetched from the disk. The plan may have forked the tokens before them."""
         if fetch.worker == self.worker:
-            key = fetch.child, 0
-            if key not in self.slab:
-                self._open(fetch.child, [Segment(fetch.child, self.worker, fetch.heads, (0, None))])
-            self.slab.append(key, len(fetch.blocks) * BLOCK)
+            segment = Segment(fetch.child, self.worker, fetch.heads, (0, None))
+            if fetch.child not in self.segments:
+                self._open(fetch.child, [segment])
+            keys = self.keys(segment)
+            self.slab.extend(keys, [len(fetch.blocks) // len(keys) * BLOCK] * len(keys))
 
     def slots_of(self, move: KvMove) -> Slots:
         """Return a copy of the slots that a move reads or writes on this worker: int32 [stop - start]."""

@@ -225,7 +225,9 @@ class Recipients:
         for fetch in plan.fetches:
             add((fetch.worker,), "fetches", fetch)
             if not fetch.start:  # else the plan forks it
-                self._known[fetch.child] = self._new([Segment(fetch.child, fetch.worker, fetch.heads, (0, None))])
+                others = self._known[fetch.child].segments if fetch.child in self._known else []
+                own = Segment(fetch.child, fetch.worker, fetch.heads, (0, None))
+                self._known[fetch.child] = self._new([*others, own])
 
     def _release(self, sequence: int, replicas: tuple[str, ...], now: float) -> None:
         if (known := self._known.pop(sequence, None)) is not None:  # else ``end_epoch`` has forgotten the sequence

@@ -1,6 +1,7 @@
 """Blocks that go to a disk and come back: the same bytes in other slots, whatever ends or fails meanwhile."""
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -112,6 +113,52 @@ def test_an_error_of_the_disk_ends_one_transfer_and_says_why(worker: Worker) -> 
     assert (number, complete) == (1, False) and error.startswith("OSError: the file ends at byte")
     worker.apply(spills=[Spill(2, "memory0", 1, [0], [0])])
     assert worker.finish() == (2, True, "")
+
+
+def test_each_shard_of_heads_has_blocks_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four shards are here, and come back in other slots."""
+    monkeypatch.setattr("lamina.memory.disk_tier.IN_MEMORY", ())
+    specs = [AttentionSpec(layer=layer, query_heads=8, kv_heads=4, qk_dim=8, v_dim=4, scale=1.0) for layer in range(2)]
+    setup = MemorySetup(specs, DType.FLOAT32, 300, 1, Overlap(), False, head_shards=4)
+    done: list[tuple[int, bool, str]] = []
+
+    def content(sequence: int) -> list[bytes]:
+        """By shard and layer, the KV of 2 * BLOCK tokens."""
+        found = []
+        for (layer, spec), shard in itertools.product(enumerate(store.attentions), (1, 2)):
+            slots = store.slab.slots(store.held.key(sequence, 0, shard))
+            kept = bytearray(len(slots) * spec.slab_bytes_per_token(store.element))
+            store.device.read(layer, slots, memoryview(kept))
+            found.append(bytes(kept))
+        return found
+
+    def apply(**changes: list[object]) -> None:
+        plan = msgspec.structs.replace(StepPlan(1, 0, 0, [], [], [], [], DecodeRows([], [], [])), **changes)
+        store.apply(plan)
+        tier.apply(plan)
+        deadline = time.monotonic() + 20
+        while tier.active:
+            assert time.monotonic() < deadline, "the disk does not answer"
+            tier.work()
+
+    with contextlib.ExitStack() as resources:
+        store = KvStore("memory0", setup)
+        opened = open_tier(store, str(tmp_path), 3.0, lambda *ended: done.append(ended), resources)
+        assert opened is not None
+        tier = opened
+        apply(fetches=[Fetch(1, "memory0", 1, 0, [0, 1, 2, 3], (1, 3))])
+        draw = np.random.default_rng(1)
+        for layer, shard in itertools.product(range(2), (1, 2)):
+            k, v = (draw.standard_normal((2 * BLOCK, 1, size)).astype(np.float32) for size in (8, 4))
+            store.device.keep(layer, k, v, store.slab.slots(store.held.key(1, 0, shard)))
+        before = content(1)
+        assert len({*before}) == 4
+        apply(spills=[Spill(2, "memory0", 1, [0, 1], [7, 3, 0, 5])])
+        apply(fetches=[Fetch(3, "memory0", 2, 0, [7, 3, 0, 5], (1, 3))])
+        assert content(2) == before and store.slab.used == 8 * BLOCK
+        apply(forks=[Fork(1, 4, BLOCK)], fetches=[Fetch(4, "memory0", 4, BLOCK, [0, 5], (1, 3))])
+        assert content(4) == before and store.slab.used == 10 * BLOCK
+    assert done == [(number, True, "") for number in (1, 2, 3, 4)]
 
 
 def test_without_overcommit_there_is_no_disk() -> None:

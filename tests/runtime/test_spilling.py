@@ -40,9 +40,8 @@ def prompts() -> list[list[int]]:
 def wait_until_copied(engine: Engine) -> None:
     disks, placement = engine._scheduler.disks, engine._scheduler.placement
 
-    def is_copied(worker: str) -> bool:
-        filled = placement.idle[worker] + placement.reserved[worker]
-        return filled < FULL * placement.capacities[worker] or not disks._uncopied[worker]
+    def is_copied(place: str) -> bool:
+        return placement.filled(place) < FULL or not disks._uncopied[place]
 
     wait_until(lambda: not disks._copying and all(map(is_copied, disks._uncopied)), "blocks are not copied")
 
@@ -52,7 +51,10 @@ def settle(engine: Engine) -> None:
     stats, placement = engine.stats, engine._scheduler.placement
     wait_until(lambda: not any(placement.reserved.values()), "tokens stay reserved")
     wait_until(
-        lambda: {name: memory.cached + memory.used for name, memory in stats().memory.items()} == placement.idle,
+        lambda: (
+            {name: memory.cached + memory.used for name, memory in stats().memory.items() if memory.cached}
+            == {name: tokens for name, tokens in placement.on_workers(placement.idle).items() if tokens}
+        ),
         "slots stay in use",
     )
 
@@ -74,11 +76,21 @@ def file_of(pid: int, folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_chats_come_back_from_the_disk_with_the_same_tokens(model: Path, folder: Path, kv_cache_dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "division"),
+    [
+        ("auto", {}),
+        ("int8", {}),
+        ("auto", {"partition": "head"}),
+        ("auto", {"compute": "cpu:2", "tensor_parallel": 2, "partition": "request"}),
+    ],
+)
+def test_chats_come_back_from_the_disk_with_the_same_tokens(
+    model: Path, folder: Path, kv_cache_dtype: str, division: dict[str, Any]
+) -> None:
     """Several times as many as memory holds; then a disk fails, and then a memory worker is lost."""
     workers = Killable()
-    pools: dict[str, Any] = {"memory": "cpu:2", "compute": "cpu:1", "kv_cache_dtype": kv_cache_dtype}
+    pools: dict[str, Any] = {"memory": "cpu:2", "compute": "cpu:1", "kv_cache_dtype": kv_cache_dtype} | division
     nbytes = {"auto": 300_000, "int8": 100_000}[kv_cache_dtype]  # about as many tokens
     disk: dict[str, Any] = {"kv_overcommit": OVERCOMMIT, "kv_spill_dir": str(folder)}
     engine = start(model, workers, **pools, kv_cache_memory_bytes=nbytes, **disk)

@@ -14,7 +14,8 @@ from lamina.core.requests import Group, ids_of
 from lamina.core.steps import Fetch, Spill, StepPlan
 from lamina.kv import disk as spill
 from lamina.kv import prefix_cache
-from lamina.kv.disk import Blocks, keys_of
+from lamina.kv.disk import keys_of
+from lamina.kv.disk_blocks import Blocks
 from lamina.kv.placement import AHEAD
 from lamina.schedule.admission import SHARE
 from lamina.schedule.moves import Range
@@ -230,7 +231,7 @@ def test_chats_that_were_evicted_come_back_from_the_disk() -> None:
 
 
 def test_a_disk_gives_up_what_was_used_longest_ago_and_nothing_that_is_being_read() -> None:
-    disk, keys = Blocks(3), [bytes([number]) for number in range(5)]
+    disk, keys = Blocks(3), [(bytes([number]), range(1)) for number in range(5)]
     for key in keys[:3]:
         disk.record_written([key], disk.allocate_blocks(1))
     pinned = disk.pin(keys[:1])
@@ -255,7 +256,7 @@ def continued() -> tuple[Scheduler, Group]:
     (group,) = under_test._residents.holders("memory0")
     disk = under_test.disks._disks["memory0"]
     keys = keys_of("", ids_of(range(48)), 48)[20:]
-    disk.record_written(keys, disk.allocate_blocks(len(keys)))
+    disk.record_written([(key, range(1)) for key in keys], disk.allocate_blocks(len(keys)))
     return under_test, group
 
 
@@ -322,9 +323,9 @@ def test_blocks_that_a_small_disk_has_given_up_are_not_copied_again(changes: boo
     under_test = settled(prefix_cache=True, overcommit=1.03)
     copied = []
     while (copying := under_test.disks._copying.get("memory0")) is not None:
-        copied += copying.spill.places
+        copied += copying.spills[0].places
         assert len(copied) < 30
-        under_test.transferred("memory0", copying.spill.number, True, "")
+        under_test.transferred("memory0", copying.number, True, "")
         if changes:
             under_test.disks.on_places_changed()
         step(under_test)
@@ -364,7 +365,7 @@ def test_a_cached_prefix_too_short_for_a_fork_is_not_fetched(monkeypatch: pytest
 
 def test_a_prefix_on_several_workers_is_not_copied() -> None:
     under_test, group = continued()
-    spill = under_test.disks._copying["memory0"].spill
+    spill = under_test.disks._copying["memory0"].spills[0]
     under_test.moves.try_move(group, "memory0", "memory1", 30)
     under_test.transferred("memory0", spill.number, False, "")
     plan = step(under_test)

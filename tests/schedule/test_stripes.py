@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import pytest
@@ -9,34 +10,57 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lamina.control.messages import MemorySetup
+from lamina.core import steps
 from lamina.core.errors import RequestError
 from lamina.core.heads import HeadShards
 from lamina.core.sampling import SamplingParams
-from lamina.core.steps import StepPlan
+from lamina.core.steps import Fetch, Spill, StepPlan
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import AttentionSpec, DType, Overlap, Request, Segment
 from lamina.dataplane.wire import check_segments
 from lamina.engine.stats import holdings
 from lamina.engine.updates import segments_of
-from lamina.kv import prefix_cache
+from lamina.kv import disk, prefix_cache
 from lamina.kv.stripes import StripedPlacement
+from lamina.memory import holdings as slots
 from lamina.memory.store import KvStore
 from lamina.schedule.admission import SHARE
 from lamina.schedule.limits import Limits
 from lamina.schedule.policy import FIFO
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.turn import Turn
+from tests.support.disk_blocks import unaccounted
 from tests.support.schedules import ATTENTIONS, LIMITS, client, plan_of, request
 from tests.support.turn_driver import ENOUGH, FIXED, Driver
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
 SHARDS = HeadShards(3, 3)
+BLOCK = 2
 SPEC = AttentionSpec(layer=0, query_heads=3, kv_heads=3, qk_dim=1, v_dim=1, scale=1.0)
 
 
+@pytest.fixture(scope="module")
+def short_blocks() -> Iterator[None]:
+    """Blocks of two tokens, copied however empty a worker is, and short prefixes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_cache, "SHORTEST", 3)
+        patch.setattr(disk, "FULL", 0.1)
+        for module in (steps, disk, slots):
+            patch.setattr(module, "BLOCK", BLOCK)
+        yield
+
+
 class Striped(Driver):
-    """With a prefix cache. Every memory worker is told of everything."""
+    """With a prefix cache and disks. Every memory worker is told of everything.
+
+    Attributes:
+        blocks: By worker and block of its disk, the tokens and the shard whose KV it has, and all tokens before.
+        fetched: Blocks that came back.
+    """
+
+    failing = 0.1  # share of transfers
+    overcommit = 2.0
 
     def __init__(
         self, capacities: list[int], depth: int, chance: random.Random, longest: int | None, clients: int, most: int
@@ -44,6 +68,9 @@ class Striped(Driver):
         """``most``: Most output tokens of a request."""
         super().__init__(FIXED, depth, chance, longest, clients=clients)
         self.most = most
+        self.blocks: dict[tuple[str, int], tuple[list[int], int]] = {}
+        self.transfers: list[Spill | Fetch] = []
+        self.fetched = 0
         self.stores = {f"memory{number}": self.store(number, room) for number, room in enumerate(capacities)}
         rooms = dict(zip(self.stores, capacities, strict=True))
         self.placement = StripedPlacement(rooms, SHARDS, longest)
@@ -55,6 +82,7 @@ class Striped(Driver):
             kv_heads=SHARDS.heads,
             plan_ahead=depth > 1,
             prefix_cache=True,
+            overcommit=self.overcommit,
         )
         members = [Member("compute0", "compute", "cpu", "")]
         members += [Member(name, "memory", "cpu", "", room) for name, room in rooms.items()]
@@ -80,7 +108,42 @@ class Striped(Driver):
     def on_plan(self, plan: StepPlan) -> None:
         for store in self.stores.values():
             store.apply(plan)
+        disks = self.turn.scheduler.disks
+        for spill in plan.spills:
+            leaves = [one for one in self.turn.scheduler.prefixes.ends() if one.sequence == spill.sequence]
+            for leaf in leaves:  # none if the same plan evicts it
+                self.note_blocks(spill, spill.sequence, list(leaf.whole()[1]), spill.places)
+        for fetch in plan.fetches:
+            ids, first = list(disks._coming[fetch.number].ids), fetch.start // BLOCK
+            self.note_blocks(fetch, fetch.child, ids, range(first, len(ids) // BLOCK))
+        self.transfers += [*plan.spills, *plan.fetches]
         self.check()
+
+    def note_blocks(self, one: Spill | Fetch, sequence: int, ids: list[int], places: Sequence[int]) -> None:
+        """A worker writes or reads the blocks of all its shards of these places, tokens of a sequence with slots."""
+        if one.worker not in self.stores:
+            return
+        held = self.stores[one.worker].held
+        (segment,) = held.segments[sequence]
+        shards = [key[1] % SHARDS.count for key in held.keys(segment)]
+        wanted = [(ids[: (place + 1) * BLOCK], shard) for place in places for shard in shards]
+        assert all(len(held.slab.slots(key)) >= (places[-1] + 1) * BLOCK for key in held.keys(segment))
+        if isinstance(one, Spill):
+            self.blocks |= zip([(one.worker, block) for block in one.blocks], wanted, strict=True)
+        else:
+            assert [self.blocks[one.worker, block] for block in one.blocks] == wanted
+            self.fetched += len(wanted)
+
+    def transfer(self) -> None:
+        """A worker has copied or fetched its part of something, or could not."""
+        if self.transfers:
+            one = self.transfers.pop(self.chance.randrange(len(self.transfers)))
+            if one.worker in self.stores:
+                sequence = one.sequence if isinstance(one, Spill) else one.child
+                held = sequence in self.stores[one.worker].held.segments
+                complete = held and self.chance.random() >= self.failing
+                fails = held and not complete and self.chance.random() < 0.1
+                self.turn.scheduler.transferred(one.worker, one.number, complete, "the disk is full" if fails else "")
 
     def check(self, resting: bool = False) -> None:
         """Slots that are in use are reserved or idle, and all of them at rest, when only what is idle is left; running
@@ -113,6 +176,7 @@ class Striped(Driver):
         del self.stores[name]
         self.topology = self.topology.without([name])
         self.unanswered.clear()
+        self.transfers.clear()
         remains = self.turn.end_epoch(self.topology)
         for kept, store in self.stores.items():
             store.truncate(remains.kept[kept])
@@ -178,25 +242,56 @@ def test_every_head_of_every_token_is_somewhere_while_workers_come_and_go(
     clients: int,
     share: int,
     most: int,
+    short_blocks: None,
 ) -> None:
     chance = random.Random(seed)
-    with mock.patch.object(prefix_cache, "SHORTEST", 3), mock.patch("lamina.schedule.admission.SHARE", share):
+    with mock.patch("lamina.schedule.admission.SHARE", share):
         driver = Striped(capacities, depth, chance, longest, clients, most)
         for number in range(requests):
             driver.come(str(number))
             if chance.random() < changes:
                 chance.choice([driver.lose, driver.join, driver.leave, driver.go])()
+            driver.transfer()
             driver.turn_once()
         for _ in range(ENOUGH):
-            if not driver.live and not driver.turn.in_flight and not driver.leaving:
+            if not driver.live and not driver.turn.in_flight and not driver.leaving and not driver.transfers:
                 break
             driver.leave()
+            driver.transfer()
             driver.turn_once()
     assert driver.ended == Counter(map(str, range(requests)))
     for _ in range(9):
         driver.plan()  # what has ended is released
         driver.answer()
     driver.check(resting=not any(driver.placement.reserved.values()))
+    assert not driver.turn.scheduler.disks.held and not unaccounted(driver.turn.scheduler.disks)
+
+
+class Chats(Striped):
+    """Six prompts of 13 tokens, again and again, and large disks that work."""
+
+    failing = 0.0
+    overcommit = 5.0
+
+    def come(self, name: str) -> None:
+        first = 100 * (int(name) % 6)
+        sent = Request(name, None, [*range(first, first + 13)], SamplingParams(n=1, max_tokens=2))
+        self.live[name] = self.turn.scheduler.submit(sent)
+
+
+def test_heads_that_were_evicted_come_back_from_the_disks_of_all_workers(short_blocks: None) -> None:
+    driver = Chats([30, 32], 1, random.Random(1), None, 1, 2)
+    found = []
+    for number in range(12):
+        driver.come(str(number))
+        found.append(driver.live[str(number)])
+        for _ in range(60):
+            driver.transfer()
+            driver.turn_once()
+        assert not driver.live
+    assert driver.fetched and driver.fetched == SHARDS.count * driver.turn.scheduler.disks.fetched // BLOCK
+    assert [one.cached_tokens for one in found[:6]] == [0] * 6 and sum(one.cached_tokens for one in found[6:]) > 48
+    assert not unaccounted(driver.turn.scheduler.disks)
 
 
 def test_a_sequence_waits_for_slots_that_are_about_to_be_free_and_suffice() -> None:

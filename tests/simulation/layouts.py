@@ -225,8 +225,6 @@ def _degrees(made: Layout, chance: random.Random) -> Layout:
         prefill=f"{CPU}:{prefills}/tp{early[0]}/pp{early[1]}",
         memory=f"{CPU}:{memories}",
         balance="auto",
-        kv_overcommit=1.0,
-        kv_spill_dir=None,
         pipelining="fixed",
         lanes=(prefill + decode) * max(early[1], late[1]) * chance.choice([1, 2]),
     )
