@@ -51,12 +51,11 @@ def warn_of_prices(market: "Prices", kinds: "Iterable[str]") -> None:
 
 def simulate_line(course: "Course", trial: "Trial", asked: Asked) -> str:
     """Return the `lamina simulate` command that repeats the simulation of ``trial``, a row of the plan's table."""
-    from lamina.planning.plan.ways import Kind
     from lamina.planning.simulate.trial import SEED
 
     way, deployment = trial.way, course.deployment(trial.capacity)
     pools = pools_option(way, {kind.kind: kind.kind for kind, _ in way.pools})
-    lanes = f" --lanes {way.lanes} --pipelining {deployment.pipelining}" if way.kind is Kind.OFFLOADED else ""
+    lanes = f" --lanes {way.lanes} --pipelining {deployment.pipelining}" if way.memory else ""
     lanes += f" --kv-tokens-per-worker {way.segment}" if way.segment else ""
     lanes += attention_option(way)
     chosen = f"--first {trial.requests}" if course.replays else f"--draw {trial.requests} --seed {SEED}"
@@ -101,7 +100,7 @@ def _launch_kinds(way: "Way") -> dict[str, str]:
 def pools_option(way: "Way", names: "Mapping[str, str]") -> str:
     """Return the options of ``lamina launch`` and ``lamina simulate`` for the pools. ``names``: names of the kinds."""
     prefill = f"--prefill {names[way.prefill.kind]}:{way.prefill_workers} " if way.prefill else ""
-    memory = ["local"] * way.kind.has_local + ([f"{names[way.memory.kind]}:{way.memory_workers}"] if way.memory else [])
+    memory = ["local"] * way.has_local + ([f"{names[way.memory.kind]}:{way.memory_workers}"] if way.memory else [])
     given = f" --memory {','.join(memory)}" if memory else ""
     return f"{prefill}--compute {names[way.compute.kind]}:{way.compute_workers}{given}"
 
@@ -126,13 +125,13 @@ def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -
 def launch_command(way: "Way", shape: "ModelShape", model: str, batch: str) -> str:
     """Return the `lamina launch` command that starts a way. ``batch``: its options for sequences and rows."""
     from lamina.planning.plan.model_shapes import model_to_launch
-    from lamina.planning.plan.ways import Kind, Partition
+    from lamina.planning.plan.ways import Partition
 
     names = _launch_kinds(way)
     order = f" --lanes {way.lanes} --pipelining {'rotational' if way.rotates else 'fixed'}"
     return (
         f"lamina launch --model {shlex.quote(model_to_launch(model))} {pools_option(way, names)}"
-        + (order if way.kind is Kind.OFFLOADED else "")
+        + (order if way.memory else "")
         + (f" --tensor-parallel {way.tensor_parallel}" if way.tensor_parallel > 1 else "")
         + stages_option(way)
         + (" --partition head" if way.partition is Partition.HEAD else "")
@@ -152,12 +151,10 @@ def attention_option(way: "Way") -> str:
     from lamina.cluster.pool import CPU
     from lamina.planning.plan.ways import Kind
 
-    if way.kind is Kind.PREFILL:
-        return "" if way.scratch else " --prompt-attention memory"
     if way.scratch:
-        return " --prompt-attention compute"
+        return "" if way.has_local else " --prompt-attention compute"
     alone = way.kind is Kind.OFFLOADED and way.replicas == way.stages == 1
-    is_auto = alone and way.compute.kind != CPU == way.second.kind
+    is_auto = way.kind is Kind.PREFILL or (alone and way.compute.kind != CPU == way.second.kind)
     return " --prompt-attention memory" if is_auto else ""
 
 

@@ -284,7 +284,8 @@ def _rent(trials: "Sequence[Trial]", offloads: bool) -> list[str]:
             return [f"Rent two pools: {way.describe()}. No other way keeps the SLOs."]
         gain = other.usd_per_request / best.usd_per_request - 1
         return [f"Rent two pools: {way.describe()}: {gain:+.0%} requests per dollar over {other.way.describe()}."]
-    what = "Rent one pool" if len(way.kinds) == 1 else "Rent two pools, prefill and decoding apart"
+    several = f"Rent {'two' if way.memory is None else 'three'} pools, prefill and decoding apart"
+    what = "Rent one pool" if len(way.kinds) == 1 else several
     lines = [f"{what}: {way.describe()}, steps of up to {way.chunk} tokens."]
     if offloaded is None:
         lines += ["No way to offload attention is within the targets at a comparable cost."] if offloads else []

@@ -19,7 +19,7 @@ from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.plan.queueing import queue_waits, replayed_sojourn
 from lamina.planning.plan.stages import stages_of
-from lamina.planning.plan.ways import Kind, Way
+from lamina.planning.plan.ways import Way
 from lamina.planning.plan.workload import Workload
 
 PERCENTILE = 0.99
@@ -33,6 +33,10 @@ LOADS = 50
 
 BUSY = np.array([0.05, *np.linspace(0.2, 0.8, 7), 0.85, 0.9, 0.95, 0.98, 1.0])
 """Utilisations at which a trace's arrivals are replayed; other utilisations are interpolated."""
+
+
+MOST_RECEIVING = 0.9
+"""Most of the time that memory workers are taken to receive chunks of prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +103,11 @@ class Prompts:
     # -- attention -----------------------------------------------------------------------------------------------
 
     def attention(self, compute: CostModel, memory: CostModel, way: Way, found: Floats) -> PromptAttention:
-        """Return the attention of prompts of which ``found`` tokens are cached; on compute workers alone with one pool.
+        """Return the attention of prompts of which ``found`` tokens are cached; on compute workers without memory ones.
 
         Interpolates between no cached tokens and the most that can be cached.
         """
-        offloaded = way.kind is Kind.OFFLOADED
+        offloaded = way.memory is not None
         shared = way.memory_workers if offloaded else 1
         key = (
             f"{compute.hardware.kind},{memory.hardware.kind},{offloaded},{way.scratch}",
@@ -155,7 +159,7 @@ class Prompts:
 
     def _most_elsewhere(self, compute: CostModel, way: Way, hits: Floats) -> Floats:
         """Return how many tokens of each prompt memory workers attend to at most, of which ``hits`` were cached."""
-        if way.kind is not Kind.OFFLOADED:
+        if way.memory is None:
             return np.zeros(hits.shape)
         if not way.scratch:
             return np.full(hits.shape, np.inf)
@@ -209,7 +213,7 @@ class Prompts:
         Args:
             way: The way; its ``chunk`` is the most prompt tokens of a step.
             model: Cost model of a device that prefills.
-            holder: Cost model of a device that decodes, whose memory has the cached prefixes.
+            holder: Cost model of a device whose memory has the cached prefixes: one that decodes, or a memory worker.
             found: Cached tokens of a prompt, on average.
             ttft_s: Longest time to first token at PERCENTILE.
         """
@@ -217,14 +221,19 @@ class Prompts:
         computed = self._computed(found)
         cached = self._lengths - computed
 
+        waits = way.memory is not None and way.lanes_each == 1  # in every layer, until K and V are stored
+        fixed_s = float(model.ends_seconds(1, degree)) + waits * layers * holder.fits.runtime.round_trip_s
+
         def dense_s(rows: Floats) -> Floats:
-            ends = float(model.ends_seconds(1, degree))
-            return np.asarray(layers * model.slice_seconds(rows, degree) + ends)
+            return np.asarray(layers * model.slice_seconds(rows, degree) + fixed_s)
+
+        def alone_s(rows: Floats, asking: Floats | float = 0.0) -> Floats:
+            elsewhere = asking + waits * _storing_seconds(model, holder, degree, rows)
+            attention = np.maximum(model.chunk_attention_seconds(rows, 0, degree), elsewhere)
+            return np.asarray(dense_s(rows) + layers * attention)
 
         asking, lent = _asking_seconds(model, holder, way, computed, cached)
-        attention = layers * np.maximum(model.chunk_attention_seconds(computed, 0, degree), asking)
-        asked = dense_s(computed) + attention
-        again = dense_s(self._lengths) + layers * model.chunk_attention_seconds(self._lengths, 0, degree)
+        asked, again = alone_s(computed, asking), alone_s(self._lengths)
         asks = asked <= again  # else the runtime computes the prefix again
         alone, rows = np.where(asks, asked, again), np.where(asks, computed, self._lengths)
         lent = np.where(asks, lent, 0.0)
@@ -277,9 +286,9 @@ class PrefillPool:
         first_s: Returns the time to first token at PERCENTILE, from the share of the time for which they are busy.
         prompts_s: Prompts per second that they compute at most.
         within_s: Prompts per second that they compute within the SLO on the time to a first token.
-        lent_s: Seconds of attention to a prompt's cached prefix on the replica that decodes, on average.
+        lent_s: Seconds of attention to a prompt's cached prefix where it lies, on average.
         longest_lent_s: Seconds of such attention for one step with prompts, at PERCENTILE.
-        lent_share: Share of the time of a prompt for which that replica attends to its prefix, at PERCENTILE.
+        lent_share: Share of the time of a prompt in which its prefix is attended to there, at PERCENTILE.
     """
 
     first_s: Callable[[float], float]
@@ -293,22 +302,30 @@ class PrefillPool:
 def _asking_seconds(
     model: CostModel, holder: CostModel, way: Way, rows: Floats, cached: Floats
 ) -> tuple[Floats, Floats]:
-    """Return seconds of one layer's attention of prompts to prefixes on a replica that decodes, and the part of these
-    in which that replica attends.
+    """Return seconds of one layer's attention of prompts to prefixes elsewhere, and the part of these in which the
+    devices that hold the prefixes attend.
 
     Args:
         model: Cost model of a device that prefills.
-        holder: Cost model of a device that decodes.
+        holder: Cost model of a device that holds prefixes.
         way: The way.
         rows: Tokens of each prompt that ask.
         cached: Tokens of each prompt's prefix.
     """
     shape, degree = model.shape, way.tensor_parallel
-    asked = rows * shape.query_heads * shape.head_size * shape.dtype.itemsize / degree  # q; the answer is as long
-    here, there = model.wire_seconds(asked), holder.wire_seconds(asked)
-    lent = holder.prefix_attention_seconds(rows, cached) / degree
+    holding = 1 if way.memory else degree
+    asked = rows * shape.query_heads * shape.head_size * shape.dtype.itemsize  # q; the answer is as long
+    here, there = model.wire_seconds(asked / degree), holder.wire_seconds(asked / holding)
+    lent = holder.prefix_attention_seconds(rows, cached) / holding
     latency = np.ceil(rows / way.chunk) * holder.fits.runtime.round_trip_s
     return np.where(cached > 0, here + there + np.maximum(here, there) + lent + latency, 0.0), lent
+
+
+def _storing_seconds(model: CostModel, holder: CostModel, degree: int, rows: Floats) -> Floats:
+    """Return seconds in which K and V of one layer of ``rows`` tokens travel to a memory worker."""
+    shape = model.shape
+    kept = rows * 2 * shape.kv_heads * shape.head_size * shape.dtype.itemsize
+    return np.asarray(model.wire_seconds(kept / degree) + holder.wire_seconds(kept))
 
 
 @dataclass(frozen=True)
@@ -331,7 +348,6 @@ class OffloadedSteps:
         memory: Cost model of a memory worker.
         rows: Sequences that decode in a lane.
         live: Cached tokens of a sequence.
-        parts: Memory workers that hold a sequence.
         dense_s: Seconds of a lane's slices with ``rows`` rows.
         attends: Attention of chunks.
     """
@@ -341,9 +357,13 @@ class OffloadedSteps:
     memory: CostModel
     rows: Floats
     live: float
-    parts: int
     dense_s: Floats
     attends: PromptAttention
+
+    @property
+    def parts(self) -> int:
+        """Number of memory workers that hold a sequence."""
+        return min(self.way.memory_workers, math.ceil(self.live / (self.way.segment or self.memory.kv_tokens)))
 
     @property
     def together(self) -> int:
@@ -425,6 +445,25 @@ class OffloadedSteps:
         others_s = (having * (1 - 1 / self.together) + elsewhere) * each_s
         path = self._behind(path, reading, others_s, tokens * spread * attends.prefix_s)
         return np.asarray(np.maximum.reduce([path, load, wire]))
+
+    def arrivals_s(self, tokens: float, chunks: Floats, step_s: Floats, late: bool) -> Floats:
+        """Return seconds for which a step's messages wait behind chunks of prompts that memory workers receive.
+
+        In every layer, with a probability that grows with the number of workers, one of them is receiving a chunk, for
+        half of its time on average. A prompt whose slices keep pace with the step makes it wait for all of a chunk in
+        each of these layers.
+
+        Args:
+            tokens: Tokens of a chunk.
+            chunks: Chunks during a step.
+            step_s: Seconds of the step.
+            late: Whether prompts keep pace.
+        """
+        kept, query = self._row_bytes
+        chunk_s = tokens * self._memory_nic_s(kept + np.minimum(self.attends.asked, 1.0) * query)
+        busy = np.minimum(chunks * chunk_s / self.way.memory_workers / step_s, MOST_RECEIVING)
+        met = 1 - (1 - busy) ** self.way.memory_workers
+        return np.asarray(met * chunk_s / (1 if late else 2) / (1 - busy))
 
     def _behind(self, path: Floats, reading: Floats, others_s: Floats, chunk_s: Floats) -> Floats:
         """Return seconds of a step that waits for other lanes' chunks at memory workers.

@@ -54,7 +54,7 @@ class Copies:
     @staticmethod
     def lenders(way: Way) -> int:
         """Return how many copies of the weights that decode hold the KV of one request together."""
-        lends = way.kind.has_local and way.stages == 1
+        lends = way.has_local and way.stages == 1
         kinds = [kind for kind in (way.prefill, way.compute) if kind is not None]
         return way.replicas if lends and spreads_memory(way.tensor_parallel, kinds) else 1
 

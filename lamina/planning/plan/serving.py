@@ -11,7 +11,6 @@ SLOs. Prompts wait for chunks as in a queue with utilisation f (``closed_form.Pr
 ``lamina.planning.simulate.trial`` simulates the best few ways.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -105,7 +104,7 @@ class Server:
                 return (
                     f"{shape.weight_bytes / 1e9:.0f} GB of weights do not fit {way.group} {kind.kind} ({held:.0f} GB)"
                 )
-        if way.kind is Kind.OFFLOADED:
+        if way.memory:
             room = self.models[way.second.kind].kv_tokens * way.memory_workers
             if longest > room:
                 return f"the longest request has {longest} tokens; {way.memory_workers} {way.second.kind} hold {room}"
@@ -119,11 +118,11 @@ class Server:
 
     def _lacks_scratch(self, way: Way) -> str | None:
         """Return why scratch memory has no room for a step's chunk; None if it has, or the way needs none."""
-        least, model = min(way.chunk, self.workload.longest), self.models[way.compute.kind]
+        least, model = min(way.chunk, self.workload.longest), self.models[way.prompts.kind]
         held = scratch_tokens(model, way.group, self.workload.longest, beside_kv=False)
         if not way.scratch or held >= least:
             return None
-        return f"scratch memory of {way.group} {way.compute.kind} holds {held} tokens; a step has {least}"
+        return f"scratch memory of {way.group} {way.prompts.kind} holds {held} tokens; a step has {least}"
 
     # -- two pools, one pool -----------------------------------------------------------------------
 
@@ -145,7 +144,6 @@ class Server:
             memory=memory,
             rows=rows,
             live=live,
-            parts=min(workers, math.ceil(live / (way.segment or memory.kv_tokens))),
             dense_s=dense,
             attends=attends,
         )

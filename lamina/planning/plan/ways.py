@@ -1,8 +1,8 @@
 """Enumerates ways to serve a model on given devices: layouts of pools, parallelism and lanes.
 
 A ``Way`` is a layout of Lamina: attention offloaded to a memory pool; one pool with KV beside each copy of the weights
-(local memory); prefill apart from decode, on one or two kinds, with local memory. A copy of the weights has ranks,
-stages, or both. ``baselines`` are layouts of another system with one pool, for comparison.
+(local memory); prefill apart from decode, with local memory or a memory pool. A copy of the weights has ranks, stages,
+or both. ``baselines`` are layouts of another system with one pool, for comparison.
 """
 
 import enum
@@ -32,6 +32,9 @@ memory workers then share the attention of a long sequence."""
 LONG = 4
 """How many times as long as ``SEGMENT`` requests are then, at least."""
 
+APART_LANES = (1, 2)
+"""Lanes of each replica to try with prefill apart and a memory pool."""
+
 SHORTLISTED = 10
 """Most ways that are simulated, unless there are more systems."""
 
@@ -54,11 +57,6 @@ class Kind(enum.Enum):
     def system(self) -> str:
         """The simulator's name of the system."""
         return Kind.OFFLOADED.value if self.is_lamina else self.value
-
-    @property
-    def has_local(self) -> bool:
-        """Whether replicas hold KV beside the weights (``--memory local``)."""
-        return self in (Kind.LOCAL, Kind.PREFILL)
 
     @property
     def divides_roles(self) -> bool:
@@ -93,7 +91,7 @@ class Way:
         prefill_workers: Workers of that pool.
         tensor_parallel: Devices of one copy of the weights, or of one stage of it, in both pools.
         stages: Stages of each copy of the weights (``--pipeline-parallel``).
-        lanes: Lanes with ``OFFLOADED``, else 1.
+        lanes: Lanes with memory workers, else 1.
         segment: With ``OFFLOADED``, most tokens of a sequence on one memory worker if others have free KV; None: any.
         partition: With ``OFFLOADED``, how memory workers divide attention.
         scratch: With ``OFFLOADED`` and ``PREFILL``, whether a prompt's chunks attend to earlier chunks on the replica
@@ -153,6 +151,28 @@ class Way:
         return self.prefill_workers // self.group
 
     @property
+    def has_local(self) -> bool:
+        """Whether replicas hold KV beside the weights (``--memory local``)."""
+        return self.kind.is_lamina and self.memory is None
+
+    @property
+    def lanes_each(self) -> int:
+        """Lanes of each replica in fixed order."""
+        return self.lanes // (self.replicas + self.prefill_replicas)
+
+    @property
+    def decoding(self) -> "Way":
+        """The way to offload attention that the replicas which decode and the memory workers are."""
+        return replace(
+            self,
+            kind=Kind.OFFLOADED,
+            prefill=None,
+            prefill_workers=0,
+            lanes=self.lanes_each * self.replicas,
+            scratch=False,
+        )
+
+    @property
     def rotates(self) -> bool:
         """Whether lanes rotate over replicas."""
         return self.kind is Kind.OFFLOADED and self.stages == 1 and self.lanes == self.replicas + 1
@@ -171,7 +191,10 @@ class Way:
         if self.kind is Kind.ONE_POOL:
             return f"{compute} alone, {copies}"
         if self.kind is Kind.PREFILL:
-            return f"{self.prompts.kind}:{self.prefill_workers} prefill, {compute} decode, {degrees}"
+            apart = f"{self.prompts.kind}:{self.prefill_workers} prefill, {compute} decode"
+            if self.memory is None:
+                return f"{apart}, {degrees}"
+            return f"{apart}, {self.memory.kind}:{self.memory_workers} memory, {degrees}, {self.lanes} fixed lanes"
         order = "rotating" if self.rotates else "fixed"
         parts = f", KV in parts of {self.segment}" if self.segment else ""
         parts += ", prompts attend on compute" if self.scratch else ""
@@ -265,7 +288,11 @@ def ways(
         yield from _one_pool(shape, Kind.LOCAL, kind, most, affords)
     for kind, most in compute:
         for other, most_other in kinds.values():
-            yield from _apart(shape, (kind, most), (other, most_other), CHUNKS[-1] < longest_prompt)
+            every = list(_apart(shape, (kind, most), (other, most_other), CHUNKS[-1] < longest_prompt))
+            yield from every
+            for way, (third, most_third) in product(every, memory):
+                shared = third is other and other.kind not in {one.kind for one, _ in compute}
+                yield from _with_pool(way, third, most_third - shared * way.compute_workers)
 
 
 def baselines(
@@ -360,6 +387,13 @@ def _apart(
                     compute_workers=decoding * degree,
                     tensor_parallel=degree,
                 )
+
+
+def _with_pool(way: Way, kind: Hardware, most: int) -> Iterator[Way]:
+    """Yield the variants of a way with prefill apart whose KV is in up to ``most`` memory workers."""
+    copies = way.replicas + way.prefill_replicas
+    for workers, each in product(range(1, most + 1), APART_LANES):
+        yield replace(way, memory=kind, memory_workers=workers, lanes=each * copies)
 
 
 def spreads_memory(degree: int, kinds: Sequence[Hardware]) -> bool:

@@ -12,7 +12,7 @@ from lamina.planning.plan.model_shapes import ModelShape
 from lamina.planning.plan.nearest import Reach
 from lamina.planning.plan.overheads import NO_OVERHEAD, Engine
 from lamina.planning.plan.prices import Prices
-from lamina.planning.plan.ways import Capacity, Kind, Slo, Way
+from lamina.planning.plan.ways import Capacity, Slo, Way
 from lamina.planning.plan.workload import TracedRequest, Workload, one_a_second
 from lamina.planning.simulate import System, simulate
 from lamina.planning.simulate.result import RequestLog, Result, State
@@ -162,7 +162,7 @@ class Course:
     def _steps_of_request(self, capacity: Capacity) -> float:
         """Return the steps per request; every group of sequences that decode together has its own steps."""
         way, workload = capacity.way, self._workload
-        groups = way.lanes if way.kind is Kind.OFFLOADED else way.replicas * way.stages
+        groups = way.decoding.lanes if way.memory else way.replicas * way.stages
         return workload.output * groups / capacity.batch + (workload.prompt - capacity.found) / way.chunk
 
     def arrivals(self, requests: int, rate: float) -> Arrivals:
@@ -181,15 +181,15 @@ class Course:
             memory_workers=way.memory_workers,
             prefill=way.prefill,
             prefill_workers=way.prefill_workers,
-            local=way.kind.has_local,
+            local=way.has_local,
             tensor_parallel=way.tensor_parallel,
             pipeline_parallel=way.stages,
-            lanes=way.lanes if way.kind is Kind.OFFLOADED else None,
-            pipelining="rotational" if way.rotates else "fixed" if way.kind is Kind.OFFLOADED else "auto",
+            lanes=way.lanes if way.memory else None,
+            pipelining="rotational" if way.rotates else "fixed" if way.memory else "auto",
             max_num_seqs=min(way.chunk, capacity.seats or max(16, 2 * capacity.batch)),
             max_num_batched_tokens=way.chunk,
             kv_tokens_per_worker=way.segment,
-            prompt_attention="memory" if not way.scratch else "auto" if way.kind.divides_roles else "compute",
+            prompt_attention="memory" if not way.scratch else "compute" if way.memory else "auto",
             profile=self._profile,
             prices=self._prices,
             engine=self._engine.lamina if way.kind.is_lamina else self._engine,

@@ -50,7 +50,7 @@ TOKENS = 8
 def kind_of(way: Way) -> str:
     """What makes the line of a way differ from other lines, besides numbers."""
     words = [way.kind.value, f"TP{way.tensor_parallel}" * (way.tensor_parallel > 1), "copies" * (way.replicas > 1)]
-    words.append("stages" * (way.stages > 1))
+    words += ["stages" * (way.stages > 1), "memory pool" * (way.kind is Kind.PREFILL and way.memory is not None)]
     if way.kind is Kind.OFFLOADED:
         each = way.lanes // (way.replicas * way.stages)
         order = "rotating" if way.rotates else "fixed" if each == 1 else "several fixed"
@@ -145,7 +145,7 @@ def test_no_line_is_refused(name: str) -> None:
     settings |= {flag: int(text) for flag, text in settings.items() if text.isdecimal()}
     config = EngineConfig(**settings)
     require_allowed(config, pool.kinds(parse_computes(config)), pool.kinds(pool.parse(settings["memory"])))
-    there = "auto" if way.kind is Kind.PREFILL else "compute"  # where scratch memory is the default
+    there = "auto" if way.prefill and way.has_local else "compute"  # where scratch memory is the default
     assert config.pipeline_parallel == way.stages and (config.prompt_attention == there) == way.scratch
 
 
@@ -162,6 +162,8 @@ EMULATED = [
     "local, stages",
     "prefill-apart",
     "prefill-apart, TP2",
+    "prefill-apart, memory pool",
+    "prefill-apart, TP2, memory pool",
     "lamina, TP2, fixed",
     "lamina, copies, rotating, memories",
 ]

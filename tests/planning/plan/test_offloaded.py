@@ -51,7 +51,7 @@ def closed_form(prompt: int, shared: int, decoding: int = 0, live: float = 1.0) 
     tokens, rows = np.array([float(prompt - shared)]), np.array([float(decoding)])
     dense = compute.decode_seconds(rows, 8) if decoding else np.zeros(1)
     steps = OffloadedSteps(
-        way=WAY, compute=compute, memory=memory, rows=rows, live=live, parts=1, dense_s=dense, attends=attends
+        way=WAY, compute=compute, memory=memory, rows=rows, live=live, dense_s=dense, attends=attends
     )
     added = compute.decode_seconds(rows + tokens, 8) + tokens * attends.own_s - dense
     return float(steps.step_seconds(tokens, added, 1)[0])
@@ -114,9 +114,7 @@ def test_the_chunks_of_a_long_prompt_take_what_the_simulator_says(attention: Pro
     way, prompt = dataclasses.replace(WAY, chunk=2048, scratch=attention == "compute"), 16 * 2048
     compute, memory, none, tokens = COSTS["h100"], COSTS["h20"], np.zeros(1), np.full(1, 2048.0)
     attends = Prompts(workload.of_lengths(prompt, 1)).attention(compute, memory, way, none)
-    steps = OffloadedSteps(
-        way=way, compute=compute, memory=memory, rows=none, live=1.0, parts=1, dense_s=none, attends=attends
-    )
+    steps = OffloadedSteps(way=way, compute=compute, memory=memory, rows=none, live=1.0, dense_s=none, attends=attends)
     added = compute.decode_seconds(tokens, 8) + tokens * attends.own_s
     deployment = dataclasses.replace(DEPLOYMENT, max_num_batched_tokens=2048, prompt_attention=attention)
     result = simulate(deployment, replay([TracedRequest(0.0, prompt, 1)]))

@@ -122,6 +122,30 @@ def test_prefixes_on_a_replica_that_decodes_cost_what_the_simulator_says() -> No
         assert course.within_slos(result) == holds and result.prefix_hit > 0.45 * result.prefix_queried
 
 
+@pytest.mark.parametrize(("shared", "lanes"), [(0, 3), pytest.param(1000, 6, marks=pytest.mark.slow)])
+def test_prefill_apart_with_memory_workers_serves_what_the_simulator_says(shared: int, lanes: int) -> None:
+    """Memory workers store K and V of prompts, and attend to what is cached of these and to what decodes."""
+    served = workload.of_lengths(2000, 100, Sessions(shared=shared) if shared else None)
+    way = Way(
+        kind=Kind.PREFILL,
+        scratch=True,
+        chunk=4096,
+        prefill=CATALOGUE["h100"],
+        prefill_workers=2,
+        compute=CATALOGUE["h100"],
+        compute_workers=1,
+        memory=CATALOGUE["h20"],
+        memory_workers=2,
+        lanes=lanes,
+    )
+    slo = Slo(tbt_s=0.1, ttft_s=2.0)
+    found = server(served, slo).evaluate(way)
+    assert found is not None and found.found == shared
+    course = Course(SMALL, served, trace(served), RENTS, slo)
+    for factor, holds in ((0.85, True), (1.2, False)):
+        assert course.within_slos(course.simulate(found, factor * found.requests_s, 400)) == holds
+
+
 @pytest.mark.parametrize(
     ("degree", "stages", "prompt", "output"), [(2, 4, 1000, 200), (2, 6, 200, 400), (1, 12, 1000, 200)]
 )
