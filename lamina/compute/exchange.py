@@ -30,6 +30,7 @@ from lamina.dataplane.wire import (
     pieces,
     pulled_pieces,
 )
+from lamina.kernels.attention import merge
 from lamina.kernels.segments import SegmentTable
 from lamina.memory.device.base import Table
 from lamina.splitter import SliceOutput
@@ -327,11 +328,26 @@ def _merge_rows(
     out: torch.Tensor, lse: torch.Tensor, rows: slice | torch.Tensor, more: torch.Tensor, sums: torch.Tensor
 ) -> None:
     """Merge a partial of ``rows``, (more, sums), into (out, lse). No row of ``lse`` is -inf."""
+    if out.is_cpu:
+        _merge_host_rows(out.numpy(), lse.numpy(), rows, more.numpy(), sums.numpy())
+        return
     rows = rows if isinstance(rows, slice) else rows.to(out.device)
     own = lse[rows]
     both = torch.logaddexp(own, sums)
     out[rows] = out[rows] * (own - both).exp_()[..., None] + more * (sums - both).exp_()[..., None]
     lse[rows] = both
+
+
+def _merge_host_rows(out: Floats, lse: Floats, rows: slice | torch.Tensor, more: Floats, sums: Floats) -> None:
+    """Merge as ``_merge_rows`` does, without torch, whose threads busy-wait after a merge of some rows."""
+    threads = torch.get_num_threads()
+    if isinstance(rows, slice):
+        merge((out, more), (lse, sums), None, out, lse, threads)
+        return
+    index = rows.numpy()
+    some, own = out[index], lse[index]
+    merge((some, more), (own, sums), None, some, own, threads)
+    out[index], lse[index] = some, own
 
 
 def _count(found: npt.NDArray[np.int64], shards: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
