@@ -5,6 +5,7 @@ Every worker has a second DEALER, under its name with ``HEARTBEAT`` appended, th
 """
 
 import contextlib
+import ctypes
 import math
 import os
 import resource
@@ -53,6 +54,7 @@ MAX_MESSAGE_NBYTES = 1 << 30  # longest message from a worker; a longer one clos
 DESCRIPTORS_PER_WORKER = 3  # two connections and, of a local one, its process
 OTHER_DESCRIPTORS = 1024  # descriptors of everything else in the engine's process: clients, files
 SETUP_TIMEOUT_S = 1800.0  # longest time between two set-up messages: other workers may be loading a large model
+EXACT_S = 0.1  # shorter waits of a router end on time; longer ones up to a millisecond late, as ZeroMQ's do
 REFUSED_S = 2.0  # time without a connection after which a send concludes that the engine has rejected this worker
 
 
@@ -77,6 +79,26 @@ class Bootstrap(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         return f"Bootstrap(name={self.name!r}, address={self.address!r})"  # no keys in logs and tracebacks
+
+
+class _Timer:
+    """A timer whose descriptor, ``fd``, a poller can wait for: ZeroMQ's own waits are whole milliseconds."""
+
+    _libc = ctypes.CDLL(None, use_errno=True)
+
+    def __init__(self) -> None:
+        self.fd = self._libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        if self.fd < 0:
+            raise OSError(ctypes.get_errno(), "cannot create a timer")
+        self._is_set = False
+
+    def set(self, seconds: float) -> None:
+        """Make ``fd`` readable in ``seconds`` instead of at the time set before; 0: never."""
+        if seconds or self._is_set:
+            whole, part_ns = divmod(math.ceil(1e9 * seconds), 1_000_000_000)
+            spec = (ctypes.c_long * 4)(0, 0, whole, part_ns)  # struct itimerspec, without an interval
+            self._libc.timerfd_settime(self.fd, 0, spec, None)
+            self._is_set = seconds > 0
 
 
 class KeyedRouter:
@@ -126,11 +148,13 @@ class KeyedRouter:
             for option, value in options.items():
                 self.socket.setsockopt(option, value)
             self.port = _listen(self.socket, host, port, listener)
+            self._timer = _Timer()
+            undo.callback(os.close, self._timer.fd)
             self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.pop_all()
         self._poller = zmq.Poller()
-        self._poller.register(self.socket, zmq.POLLIN)
-        self._poller.register(self.wakeup, zmq.POLLIN)
+        for awaited in (self.socket, self.wakeup, self._timer.fd):
+            self._poller.register(awaited, zmq.POLLIN)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether a peer with this key may connect. The authenticator calls it, as credentials provider."""
@@ -141,6 +165,7 @@ class KeyedRouter:
 
     def poll(self, timeout_s: float) -> bool:
         """Wait for a message or for ``wakeup``, which is reset. Return whether ``wakeup`` was written."""
+        self._timer.set(timeout_s if 0 < timeout_s < EXACT_S else 0.0)
         woken = self.wakeup in dict(self._poller.poll(_milliseconds(timeout_s)))
         if woken:
             os.eventfd_read(self.wakeup)
@@ -164,6 +189,7 @@ class KeyedRouter:
     def close(self) -> None:
         """Close the socket and end the authenticator's thread."""
         os.close(self.wakeup)
+        os.close(self._timer.fd)
         self.socket.close()
         self._authenticator.stop()
         self.context.term()

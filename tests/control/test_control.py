@@ -192,6 +192,19 @@ def test_waits_end_at_their_deadline_or_when_woken(server: ControlServer) -> Non
     server.wake()  # harmless after close
 
 
+def test_short_waits_do_not_last_for_whole_milliseconds(server: ControlServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeroMQ waits for a minute here, or the test's own deadline ends it."""
+    monkeypatch.setattr(sockets, "_milliseconds", lambda seconds: 60_000 if seconds > 0 else 0)
+    for wait_s in (0.0001, 0.02):
+        assert list(server.receive(wait_s)) == []
+    server.wake()
+    assert list(server.receive(0.05)) == []  # leaves the timer set
+    client = ControlClient(server.bootstraps["compute0"])
+    client.send(Hello("host"))
+    assert list(server.receive(30.0)) == [("compute0", Hello("host"))], "the timer has not ended this wait"
+    client.close()
+
+
 def test_a_message_of_several_parts_is_refused_and_others_are_received(server: ControlServer) -> None:
     client = ControlClient(server.bootstraps["compute0"])
     client._socket.send_multipart([b"two", b"parts"])
