@@ -9,24 +9,26 @@ from lamina.schedule.pace import LEARN
 
 
 class LaneTimes:
-    """Predicts seconds from the mean time of a prompt token, the times of steps by rows, and the mean output.
-
-    Attributes:
-        token_s: Recent seconds per prompt token; 0 if no prompt has run.
-    """
+    """Predicts seconds from the mean time of a prompt token, the times of steps by rows, and the mean output."""
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         """``lanes`` is extended when lanes are added."""
-        self.token_s = 0.0
+        self._prompts_s = self._prompt_tokens = 0.0  # of steps with prompts; each counts less than the one after it
         self._lanes = lanes
         self._steps = StepTable()  # steps without prompts, by sequences
         self._measured = False
         self._output = 0.0  # recent tokens of a completion; 0 if none has ended
 
+    @property
+    def token_s(self) -> float:
+        """Recent seconds per prompt token; 0 if no prompt has run."""
+        return self._prompts_s / self._prompt_tokens if self._prompt_tokens else 0.0
+
     def add_step(self, plan: StepPlan, seconds: float) -> None:
         """Record a completed step that took ``seconds``."""
         if tokens := sum(len(chunk.tokens) for chunk in plan.chunks):
-            self.token_s += (LEARN if self.token_s else 1.0) * (seconds / tokens - self.token_s)
+            self._prompts_s += seconds - LEARN * self._prompts_s
+            self._prompt_tokens += tokens - LEARN * self._prompt_tokens
         elif plan.decoding.sequences:
             self._steps.note(len(plan.decoding.sequences), seconds)
             self._measured = True

@@ -4,10 +4,11 @@ import pytest
 
 from lamina.control.messages import Computed, StepDone
 from lamina.core.pipeline import Pipeline
-from lamina.core.steps import StepPlan
+from lamina.core.steps import DecodeRows, SequenceStep, StepPlan
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Segment
 from lamina.kv.placement import Placement
+from lamina.schedule.lane_times import LaneTimes
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import Turn
 from tests.support.schedules import request
@@ -79,3 +80,14 @@ def test_requests_that_come_again_after_a_restart_run_where_their_kv_is() -> Non
     groups = [scheduler.submit(request(name, PREFIX + 8, max_tokens=OUTPUT, cache_salt=name)) for name in names]
     list(replicas.turn.plan(0.0))
     assert [(group.lane, group.hit) for group in groups] == [(0, PREFIX), (1, PREFIX), (1, PREFIX), (0, PREFIX)]
+
+
+def test_steps_count_by_their_prompt_tokens() -> None:
+    """A short chunk takes longer per token than a long one, and says little about long prompts."""
+    times = LaneTimes([])
+    assert times.token_s == 0.0
+    for step in range(100):
+        tokens, seconds = (400, 0.4) if step % 2 else (1, 0.1)
+        chunks = [SequenceStep(0, 0, [7] * tokens, [])]
+        times.add_step(StepPlan(step, 0, 0, [], [], [], chunks, DecodeRows([], [], [])), seconds)
+    assert times.token_s == pytest.approx(0.5 / 401, rel=0.15)
