@@ -29,6 +29,7 @@ class Lane:
         watched: Number of slices that this worker had run when it last found a message of the lane missing.
         waited_s: Seconds that slices of the first step waited for messages, as far as measured.
         waits: Number of waits in ``waited_s``.
+        starved_s: Seconds that the worker had nothing to run before the first step's plan came.
     """
 
     number: int
@@ -41,12 +42,17 @@ class Lane:
     watched: int = 0
     waited_s: float = 0.0
     waits: int = 0
+    starved_s: float = 0.0
 
     def drop_steps(self) -> None:
         """Forget all steps."""
         self.steps.clear()
         self.follows = False
-        self.busy_s, self.waited_s, self.waits = 0.0, 0.0, 0
+        self.reset_times()
+
+    def reset_times(self) -> None:
+        """Begin to measure the next step."""
+        self.busy_s, self.waited_s, self.waits, self.starved_s = 0.0, 0.0, 0, 0.0
 
 
 class Lanes:

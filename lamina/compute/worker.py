@@ -123,6 +123,7 @@ class ComputeWorker(WorkerLoop):
         self._done: list[StepDone] = []  # reports that have not been sent
         self._computing: Sequence[SequenceStep] = ()  # sequences of the step whose slice runs, or ran last
         self._recalled = False  # an engine has ended, and the next one waits for a report
+        self._starved_s = 0.0  # that this worker has waited since its last step, without another one
 
     def _serve_once(self) -> None:
         with contextlib.suppress(EpochEndingError):  # its message is in ``_unread``
@@ -282,11 +283,13 @@ class ComputeWorker(WorkerLoop):
             attentions = len(self._runner.attentions)
             whole = lane.busy_s * step.shares
             waited = lane.waited_s * attentions / max(lane.waits, 1)
-            done = msgspec.structs.replace(done, rows=len(step.tokens), busy_s=whole, waited_s=waited)
+            times = {"busy_s": whole, "waited_s": waited, "starved_s": lane.starved_s}
+            done = msgspec.structs.replace(done, rows=len(step.tokens), **times)
             self._queue_answer(done)
             self._sequences.on_step_done(step.plan)
         lane.steps.popleft()
-        lane.busy_s, lane.waited_s, lane.waits = 0.0, 0.0, 0
+        lane.reset_times()
+        self._starved_s = 0.0
 
     def _take_in_next(self) -> None:
         """Prepare the next step, if its plan arrives, while the device runs all slices of this one."""
@@ -335,10 +338,13 @@ class ComputeWorker(WorkerLoop):
         peers, lends = self._lanes.missing(active), self._lender is not None and self._lender.is_busy
         early = self._lender is not None and self._lender.awaits_plan
         timeout_s = LENDING_SLICE_S if early or (lends and not peers) else WAITING_SLICE_S
+        begun_s = time.monotonic()
         try:
             linking = self._newcomers.pending
             if not peers and not self._mail.is_waiting and not announcements and not lends:
-                self._handle(self._control.receive(LINKING_SLICE_S if linking else IDLE_SLICE_S))
+                message = self._control.receive(LINKING_SLICE_S if linking else IDLE_SLICE_S)
+                self._note_idle(active, begun_s)
+                self._handle(message)
                 return
             begun = self._timeline.now()
             awaited = {**peers, **dict.fromkeys(self._mail.lenders)}
@@ -346,9 +352,16 @@ class ComputeWorker(WorkerLoop):
             lane = self._lanes.receive_messages(awaited, LINKING_SLICE_S if linking else timeout_s, besides)
             if lane is not None:
                 self._timeline.record_span("wait", lane.number, begun)
+            self._note_idle(active, begun_s)
         except DeadlineError:  # only the engine ends a step that makes no progress
+            self._note_idle(active, begun_s)
             if peers and (message := self._control.poll()) is not None:
                 self._handle(message)
+
+    def _note_idle(self, active: Sequence[Lane], begun_s: float) -> None:
+        """Count a wait that began at ``begun_s``, if no lane had a step."""
+        if not active:
+            self._starved_s += time.monotonic() - begun_s
 
     def _drop_fetches(self, peers: Sequence[str]) -> None:
         self._mail.drop_fetches(peers)
@@ -394,6 +407,7 @@ class ComputeWorker(WorkerLoop):
         lane.steps.append(StepRun(plan, self._replica, exchange, self._mail, lane.workspace, lane.follows, self._whole))
         lane.follows = True
         if len(lane.steps) == 1:
+            lane.starved_s, self._starved_s = self._starved_s, 0.0
             self._lanes.expect_next(lane)
 
 

@@ -412,6 +412,7 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
         busy_s: total time of the slices.
         waited_s: total time that slices waited for attention; 0 if unknown. Estimated from the slices whose
             predecessor this worker ran, and at which it was idle when the attention arrived.
+        starved_s: time that this worker had nothing to run before the step's plan came.
     """
 
     step: int
@@ -422,6 +423,7 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     rows: int = 0
     busy_s: float = 0.0
     waited_s: float = 0.0
+    starved_s: float = 0.0
 
     def drawn(self, plan: StepPlan) -> Iterator[tuple[int, int]]:
         """Yield each sequence for which ``plan``, the step's, has drawn a token, and the token.

@@ -5,6 +5,9 @@ whose prompt a prefill lane has just computed waits for the rest of the running 
 plan is made shortly before the running step ends, the request waits for the running step alone. Steps that end early
 wait for their successor then, so that plans are made late only while a prefill lane has a request, or had one within
 the last steps: a prompt that takes less time than a step has begun and ended while the step runs.
+
+How shortly before is learned for each lane: workers report how long they have waited for a plan
+(``StepDone.starved_s``). That covers all that varies: times of steps, messages on their way, an engine without a core.
 """
 
 import collections
@@ -13,73 +16,93 @@ from dataclasses import dataclass
 
 from lamina.schedule.pace import LEARN
 
-MARGIN_S = 0.002  # time in which a plan is made and reaches its workers
+FIRST_LEAD_S = 0.002  # time before the end of a step at which the next one is planned, until reports have come
+LEAST_LEAD_S = 0.0003  # least such time: a plan takes as long to be made and to reach its workers
+SHRINK = 0.05  # share of itself by which the lead falls with each plan that came in time
+GROW = 2.0  # times that a worker has waited for a plan by which the lead grows
 EXPECTED = 16  # steps of a lane after a handover in which another one is expected
-LATENESS = 3  # times the mean lateness of plans by which plans are due earlier
 
 
 @dataclass(slots=True)
-class _Durations:
-    """Recent durations of a lane's steps, in seconds."""
+class _Lane:
+    """The steps of one lane.
 
-    mean_s: float
-    deviation_s: float = 0.0
+    Attributes:
+        step_s: Recent mean duration of a step; 0 if none has ended.
+        lead_s: Time before the end of a step at which the next one is planned.
+        in_flight: Steps that have not ended.
+        begun: When the running step began.
+        ended: Steps that have ended since the last ``set_time``.
+        expects: Further steps in which a handover is expected.
+        is_held: Whether the next plan was put off.
+    """
 
-    def add_sample(self, seconds: float) -> None:
-        self.deviation_s += LEARN * (abs(seconds - self.mean_s) - self.deviation_s)
-        self.mean_s += LEARN * (seconds - self.mean_s)
+    step_s: float = 0.0
+    lead_s: float = FIRST_LEAD_S
+    in_flight: int = 0
+    begun: float = -math.inf
+    ended: int = 0
+    expects: int = 0
+    is_held: bool = False
 
-    @property
-    def least_s(self) -> float:
-        """Seconds that most steps take at least."""
-        return max(0.0, self.mean_s - self.deviation_s)
+    def on_report(self, starved_s: float) -> None:
+        """Learn from a step whose plan was put off."""
+        self.lead_s += GROW * starved_s if starved_s else -SHRINK * self.lead_s
+        self.lead_s = max(LEAST_LEAD_S, min(self.lead_s, self.step_s))
 
 
 class PlanTimes:
     """Predicts the ends of running steps, by lane. Steps of a lane run one after another."""
 
     def __init__(self) -> None:
-        self._durations: dict[int, _Durations] = {}
-        self._in_flight = collections.Counter[int]()
-        self._begun: dict[int, float] = {}  # when the running step of a lane began
-        self._ended = collections.Counter[int]()  # steps since the last ``set_time``
-        self._expects = collections.Counter[int]()  # by lane: further steps in which a handover is expected
-        self._late_s = 0.0  # mean time by which plans came after they were due: the engine may lack a core
+        self._lanes = collections.defaultdict[int, _Lane](_Lane)
+        self._put_off = set[int]()  # steps in flight whose plans were put off until shortly before their begin
 
-    def on_planned(self, lane: int, now: float) -> None:
+    def on_planned(self, lane: int, step: int, now: float) -> None:
         """Record a step that is sent to its workers."""
-        if (due := self.due(lane)) > self._begun.get(lane, now):
-            self._late_s += LEARN * (max(0.0, now - due) - self._late_s)
-        self._in_flight[lane] += 1
-        if self._in_flight[lane] == 1:
-            self._begun[lane] = now
+        one = self._lanes[lane]
+        if one.is_held and (one.in_flight or one.begun == now):  # else the lane had nothing to run meanwhile
+            self._put_off.add(step)
+        one.is_held = False
+        one.in_flight += 1
+        if one.in_flight == 1:
+            one.begun = now
 
-    def on_step_done(self, lane: int) -> None:
-        """Record that the running step of a lane has ended, before the next ``set_time``."""
-        self._in_flight[lane] -= 1
-        self._ended[lane] += 1
-        self._expects[lane] -= self._expects[lane] > 0
+    def on_step_done(self, lane: int, step: int, starved_s: float) -> None:
+        """Record that the running step of a lane has ended, before the next ``set_time``.
+
+        ``starved_s``: how long its worker had nothing to run before its plan came.
+        """
+        one = self._lanes[lane]
+        one.in_flight -= 1
+        one.ended += 1
+        one.expects = max(0, one.expects - 1)
+        if step in self._put_off:
+            self._put_off.remove(step)
+            one.on_report(starved_s)
 
     def set_time(self, now: float) -> None:
         """Learn from the steps that have ended. ``now`` is in seconds of any monotonic clock."""
-        for lane, steps in self._ended.items():
-            seconds = (now - self._begun[lane]) / steps
-            self._durations.setdefault(lane, _Durations(seconds)).add_sample(seconds)
-            self._begun[lane] = now
-        self._ended.clear()
+        for one in self._lanes.values():
+            if one.ended:
+                seconds = (now - one.begun) / one.ended
+                one.step_s += (LEARN if one.step_s else 1.0) * (seconds - one.step_s)
+                one.begun, one.ended = now, 0
 
     def on_handover(self) -> None:
         """Record that a request has gone from a prefill lane to one that decodes: others will follow."""
-        for lane in self._durations:
-            self._expects[lane] = EXPECTED
+        for one in self._lanes.values():
+            one.expects = EXPECTED if one.step_s else 0
 
     def expects_request(self, lane: int) -> bool:
         """Return whether a request may go to a lane although no prefill lane has one now."""
-        return self._expects[lane] > 0
+        return lane in self._lanes and self._lanes[lane].expects > 0
 
-    def due(self, lane: int) -> float:
-        """Return when the next step of a lane is to be planned; -inf if none runs there, or none has ended yet."""
-        if not self._in_flight[lane] or lane not in self._durations:
-            return -math.inf
-        margin_s = MARGIN_S + LATENESS * self._late_s
-        return self._begun[lane] + max(0.0, self._durations[lane].least_s - margin_s)
+    def put_off(self, lane: int, now: float) -> float | None:
+        """Return when the next step of a lane is to be planned, if that is later than ``now``; else None."""
+        one = self._lanes[lane]
+        due = one.begun + one.step_s - one.lead_s
+        if not one.in_flight or not one.step_s or due <= now:
+            return None
+        one.is_held = True
+        return due

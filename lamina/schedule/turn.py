@@ -237,7 +237,7 @@ class Turn:
         self.busy_s += done.busy_s
         role = self._pipeline.role(plan.lane)
         if role == "decode" and plan.runs:
-            self._times.on_step_done(plan.lane)
+            self._times.on_step_done(plan.lane, plan.step, done.starved_s)
         if role == "prefill":
             self.prefill_busy_s += done.busy_s
         elif plan.decoding.sequences and done.rows:
@@ -318,7 +318,7 @@ class Turn:
                     self._answers.expect(plan)
                     self.in_flight[plan.step] = plan
                     if plan.runs and self._pipeline.role(lane) == "decode":
-                        self._times.on_planned(lane, now)
+                        self._times.on_planned(lane, plan.step, now)
                     yield plan
         if scheduler.handovers > handovers:
             self._times.on_handover()
@@ -329,7 +329,7 @@ class Turn:
             return False
         if not (self.scheduler.runs_prompts_apart or self._times.expects_request(lane)):
             return False
-        if (due := self._times.due(lane)) <= now:
+        if (due := self._times.put_off(lane, now)) is None:
             return False
         self.next_plan_at = min(self.next_plan_at, due)
         return True

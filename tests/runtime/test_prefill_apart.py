@@ -3,6 +3,7 @@
 import dataclasses
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lamina.core.steps import StepPlan
 from lamina.core.types import DType
 from lamina.engine.engine import Engine
 from lamina.launch import launch
+from lamina.schedule.plan_times import PlanTimes
 from lamina.schedule.scheduler import Scheduler
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, greedy, served
@@ -65,6 +67,14 @@ def test_prompts_apart_equal_hugging_face(
         return made
 
     monkeypatch.setattr(Scheduler, "plan", plan)
+    starved, note = dict[int, list[float]](), PlanTimes.on_step_done
+
+    def on_step_done(times: PlanTimes, lane: int, step: int, starved_s: float) -> None:
+        starved.setdefault(lane, []).append(starved_s)
+        note(times, lane, step, starved_s)
+
+    monkeypatch.setattr(PlanTimes, "on_step_done", on_step_done)
+    begun_s = time.monotonic()
     engine = launch(EngineConfig(**{"model": str(tmp_path), "dtype": DType.FLOAT32, "prefill": "cpu:1", **settings}))
     try:
         role = engine.topology.pipeline.role
@@ -86,6 +96,8 @@ def test_prompts_apart_equal_hugging_face(
     assert not any(one.decoding.sequences for one in plans if role(one.lane) == "prefill")
     assert not any(one.chunks for one in plans if role(one.lane) == "decode")
     assert sum(len(one.decoding.sequences) for one in plans) >= 12 * (TOKENS - 1)
+    assert any(times[0] > 0 for times in starved.values()), "no worker has waited for its first plan"
+    assert all(sum(times) < time.monotonic() - begun_s for times in starved.values())
 
 
 def test_roles_change_and_replicas_for_prompts_join_and_leave_while_requests_run(
