@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lamina.kv.placement import AHEAD, WATERMARK
-from lamina.planning.plan.closed_form import OffloadedSteps, PrefillPool, Prompts
+from lamina.planning.plan.closed_form import PrefillPool, Prompts
 from lamina.planning.plan.copies import LEAST_LOAD, Copies
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.plan.nearest import Reach
+from lamina.planning.plan.offloaded_steps import OffloadedSteps
 from lamina.planning.plan.planner import MOST_ROWS
 from lamina.planning.plan.prices import Prices
 from lamina.planning.plan.ways import Capacity, Slo, Way, spreads_memory

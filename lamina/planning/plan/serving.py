@@ -18,12 +18,13 @@ import numpy as np
 
 from lamina.kv.placement import AHEAD, WATERMARK
 from lamina.planning.plan.apart import Apart
-from lamina.planning.plan.closed_form import PERCENTILE, OffloadedSteps, Prompts, scratch_tokens
+from lamina.planning.plan.closed_form import PERCENTILE, Prompts, scratch_tokens
 from lamina.planning.plan.copies import Copies, Passes
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.plan.model_shapes import ModelShape
 from lamina.planning.plan.nearest import Reach
+from lamina.planning.plan.offloaded_steps import OffloadedSteps
 from lamina.planning.plan.overheads import NO_OVERHEAD, Engine
 from lamina.planning.plan.prices import Prices
 from lamina.planning.plan.stages import chunks_met

@@ -8,8 +8,9 @@ import pytest
 from lamina.core.types import PromptAttention
 from lamina.planning.crossover_map import trace
 from lamina.planning.plan import hardware, model_shapes, prices, workload
-from lamina.planning.plan.closed_form import OffloadedSteps, Prompts, scratch_tokens
+from lamina.planning.plan.closed_form import Prompts, scratch_tokens
 from lamina.planning.plan.cost import CostModel, Fits
+from lamina.planning.plan.offloaded_steps import OffloadedSteps
 from lamina.planning.plan.serving import Server
 from lamina.planning.plan.ways import Kind, Slo, Way
 from lamina.planning.plan.workload import Sessions, TracedRequest
