@@ -35,15 +35,17 @@ inline void store_sums(const Linear &task, int64_t row, int64_t first, __m512 su
 // Writes rows of a panel, from `first_row` on, to task.out: their totals plus the bias.
 [[gnu::always_inline]] inline void store_totals(const Linear &task, int64_t first_row, int64_t rows,
                                                 int64_t panel, const float (*totals)[kPanel]) {
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-        const int64_t first = panel * kPanel + 16 * half;
-        const __m512 bias = bias_of(task, first);
+    const int64_t stride = task.outputs, first = panel * kPanel;
+    const auto count = static_cast<uint32_t>(std::min<int64_t>(stride - first, kPanel));
+    const __mmask32 mask = ~0u >> (kPanel - count);
+    const __m512 low = bias_of(task, first), high = bias_of(task, first + 16);
+    uint16_t *out = task.out + first_row * stride + first;
 #pragma GCC unroll 16
-        for (int64_t row = 0; row < rows; ++row)
-            store_sums(task, first_row + row, first,
-                       _mm512_add_ps(_mm512_load_ps(totals[row] + 16 * half), bias));
-    }
+    for (int64_t row = 0; row < rows; ++row, out += stride)
+        _mm512_mask_storeu_epi16(out, mask,
+                                 reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(
+                                     _mm512_add_ps(_mm512_load_ps(totals[row] + 16), high),
+                                     _mm512_add_ps(_mm512_load_ps(totals[row]), low))));
 }
 
 // Two neighbouring inputs of a row, for all outputs.

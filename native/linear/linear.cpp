@@ -33,7 +33,7 @@ int64_t tasks_of(const Linear &linear, int64_t panels_per_task) {
 bool fits_tiles(const Linear &linear) {
     const Codes &codes = linear.codes;
     const int64_t pairs = (codes.bits == 0 ? linear.inputs : codes.group) / 2;
-    return linear.rows >= (codes.bits == 0 ? kFewestRows : kTileRows) &&
+    return linear.rows >= (codes.x_group > 0 ? kTileRows : kFewestRows) &&
            (codes.bits == 0 || codes.group % 2 == 0) &&
            tile_step(codes.x_group > 0 ? codes.x_group / 4 : pairs) >= kTileWords / 2;
 }
@@ -69,6 +69,12 @@ int64_t panel_bytes(const Linear &linear) {
 // Rows [begin, end), in blocks of equal size that a panel's sums fit, times panels [first, last).
 void multiply_panels(const Linear &linear, attention::Path path, int64_t begin, int64_t end, int64_t first,
                      int64_t last) {
+#if defined(__x86_64__)
+    if (path == attention::Path::Amx && linear.codes.bits > 0 && fits_tiles(linear)) {
+        multiply_amx_codes(linear, begin, end - begin, first, last);
+        return;
+    }
+#endif
     const PanelKernel kernel = kernel_for(linear, path);
     const int64_t rows = end - begin;
     const int64_t most = linear.rows > kManyRows ? kernel.many_block : kernel.most_rows;

@@ -5,7 +5,6 @@
 
 #include <bit>
 #include <limits>
-#include <numeric>
 
 namespace lamina::linear {
 namespace {
@@ -35,13 +34,23 @@ uint32_t largest_magnitude(const uint16_t *x, int64_t count) {
     }
     alignas(64) uint16_t lanes[32];
     _mm512_store_si512(lanes, most);
-    return *std::max_element(lanes, lanes + 32);
+    const auto *parts = reinterpret_cast<const __m128i *>(lanes);
+    const __m128i largest =
+        _mm_max_epu16(_mm_max_epu16(_mm_load_si128(parts), _mm_load_si128(parts + 1)),
+                      _mm_max_epu16(_mm_load_si128(parts + 2), _mm_load_si128(parts + 3)));
+    const __m128i inverted =
+        _mm_xor_si128(largest, _mm_set1_epi16(-1)); // of which the least is found at once
+    return static_cast<uint16_t>(~_mm_extract_epi16(_mm_minpos_epu16(inverted), 0));
 }
 
 int32_t add_lanes(__m512i numbers) {
     alignas(64) int32_t lanes[16];
     _mm512_store_si512(lanes, numbers);
-    return std::accumulate(lanes, lanes + 16, 0);
+    const auto *parts = reinterpret_cast<const __m128i *>(lanes);
+    __m128i four = _mm_add_epi32(_mm_add_epi32(_mm_load_si128(parts), _mm_load_si128(parts + 1)),
+                                 _mm_add_epi32(_mm_load_si128(parts + 2), _mm_load_si128(parts + 3)));
+    four = _mm_hadd_epi32(four, four);
+    return _mm_cvtsi128_si32(_mm_hadd_epi32(four, four));
 }
 
 __m512i broadcast_quad(const int8_t *x) {

@@ -1,21 +1,26 @@
 // Two tiles of rows times two of outputs: up to 32 rows of x times a panel. A panel's pairs of bfloat16, and
-// its quads of 8 bits, lie as a tile holds them; other codes are widened a step at a time.
+// its quads of 8 bits, lie as a tile holds them; other codes are widened, once for all rows of a call.
 #include "codes_avx512.h"
 #include "quads.h"
 #include "tiles.h"
+
+#include <memory>
+#include <new>
 
 namespace lamina::linear {
 namespace {
 
 constexpr int64_t kMostRows = 2 * kTileRows;
-constexpr int64_t kDenseRows = 256;         // of x, whose sums are kept while parts of a panel pass
-constexpr int64_t kPartWords = 128;         // of a panel, which stay in a core's first cache while rows pass
-constexpr int64_t kPartedWords = 512;       // of a panel at most, whose sums cost less than reading it again
-constexpr int64_t kDenseBytes = 768 * 1024; // of x, for which reading a panel again costs less
-constexpr int64_t kWord = 4;                // bytes of a pair or a quad
+constexpr int64_t kDenseRows = 256;          // of x, whose sums are kept while parts of a panel pass
+constexpr int64_t kPartWords = 128;          // of a panel, which stay in a core's first cache while rows pass
+constexpr int64_t kPartedWords = 512;        // of a panel at most, whose sums cost less than reading it again
+constexpr int64_t kDenseBytes = 768 * 1024;  // of x, for which reading a panel again costs less
+constexpr int64_t kCodesBytes = 1024 * 1024; // of x, if the weight is codes: half of the core's second cache
+constexpr int64_t kAhead = 16 * 1024;        // bytes of codes prefetched before they are needed
+constexpr int64_t kLine = 64;                // bytes of a cache line
+constexpr int64_t kWord = 4;                 // bytes of a pair or a quad
 constexpr int64_t kPanelWord = kPanel * kWord; // bytes of a panel's pairs or quads of the same inputs
 using Sums = float[kMostRows][kPanel];         // with quads, of int32
-using Step = uint32_t[kTileWords][kPanel];
 
 // Tiles 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 the halves of a panel.
 struct alignas(64) TileShapes {
@@ -121,106 +126,254 @@ void multiply_pairs(const Linear &task, int64_t first_row, int64_t rows, int64_t
     store_totals(task, first_row, rows, panel, sums);
 }
 
-// Bytes of a panel's codes of one pair or quad of inputs.
-template <bool QUADS> constexpr int64_t word_bytes(int bits) {
-    return kPanel * (QUADS ? 4 : 2) * bits / 8;
-}
-
-// Widens the codes of `step` words.
-template <bool QUADS, int BITS> const uint8_t *widen_step(const uint8_t *codes, int64_t step, Step &words) {
-    for (int64_t w = 0; w < step; ++w, codes += word_bytes<QUADS>(BITS)) {
-        __m512i low, high;
-        if constexpr (QUADS) {
-            load_quads<BITS>(codes, low, high);
-        } else {
-            __m512bh first, second;
-            Pairs<BITS>::load(codes, first, second);
-            low = reinterpret_cast<__m512i>(first);
-            high = reinterpret_cast<__m512i>(second);
-        }
-        _mm512_store_si512(words[w], low);
-        _mm512_store_si512(words[w] + kPanel / 2, high);
+// Prefetches what is read and written later, a part of it with each step.
+struct Ahead {
+    const uint8_t *weight, *weight_end; // `weight_end` advances
+    int64_t weight_bytes;               // in each step
+    const uint16_t *out;                // a row's results
+    int64_t out_stride, out_rows;       // rows that are left
+    int64_t out_each;                   // rows in each step
+    void step() {
+        for (weight_end += weight_bytes; weight < weight_end; weight += kLine)
+            _mm_prefetch(reinterpret_cast<const char *>(weight), _MM_HINT_T1);
+        for (int64_t i = 0; i < out_each && out_rows > 0; ++i, --out_rows, out += out_stride)
+            asm volatile("prefetchw %0" ::"m"(*out));
     }
-    return reinterpret_cast<const uint8_t *>(words);
-}
+};
 
-// Adds the sums of group number `group` of x, scaled, to totals. sums_of_x: null where nothing is subtracted.
-template <bool QUADS, int BITS>
-void add_group(const Linear &task, int64_t first_row, int64_t rows, int64_t panel, int64_t group,
-               const float *sums_of_x, const Sums &sums, Sums &totals) {
-    const Codes &codes = task.codes;
-    const int64_t groups = task.inputs / (QUADS ? codes.x_group : codes.group);
-    const int64_t of_scale = panel * (task.inputs / codes.group) + group * task.inputs / groups / codes.group;
-    for (int64_t half = 0; half < kPanel; half += kPanel / 2) {
-        const int64_t at = of_scale * kPanel + half;
-        const __m512 scale = _mm512_loadu_ps(codes.scales + at);
-        __m512 shift = _mm512_set1_ps(QUADS ? 0 : Pairs<BITS>::kDefaultZero);
-        if (codes.zeros)
-            shift = _mm512_loadu_ps(codes.zeros + at);
-        if (!QUADS)
-            shift = _mm512_add_ps(shift, _mm512_set1_ps(Pairs<BITS>::kOffset));
-        for (int64_t row = 0; row < rows; ++row) {
-            __m512 by = scale, sum = _mm512_load_ps(sums[row] + half);
-            float sum_of_x = sums_of_x ? sums_of_x[row * groups + group] : 0;
-            if constexpr (QUADS) {
-                const int64_t place = (first_row + row) * groups + group;
-                const int32_t whole = task.byte_rows->sums[place];
-                const __m512i offset = _mm512_set1_epi32(offset_of(codes) * whole);
-                sum = _mm512_maskz_cvtepi32_ps(0xffff,
-                                               _mm512_sub_epi32(_mm512_load_si512(sums[row] + half), offset));
-                sum_of_x = static_cast<float>(whole);
-                by = _mm512_mul_ps(scale, _mm512_set1_ps(task.byte_rows->scales[place]));
-            }
-            sum = _mm512_fnmadd_ps(shift, _mm512_set1_ps(sum_of_x), sum);
-            float *total = totals[row] + half;
-            _mm512_store_ps(total, _mm512_fmadd_ps(by, sum, _mm512_load_ps(total)));
-        }
+// Codes 0 to 15 less 8, in bfloat16, twice: bits above a code's four do not matter.
+__m512i codes_less_eight() {
+    alignas(64) uint16_t table[32];
+    for (int code = 0; code < 32; ++code) {
+        const auto number = static_cast<float>(code % 16 - 8);
+        uint32_t bits;
+        std::memcpy(&bits, &number, sizeof bits);
+        table[code] = static_cast<uint16_t>(bits >> 16);
     }
+    return _mm512_load_si512(table);
 }
 
+// Writes one word of each of a panel's outputs: codes of 8 bits, or of 4 bits less 8, as bfloat16; with
+// quads, codes of 4 bits as bytes.
 template <bool QUADS, int BITS>
-void multiply_codes(const Linear &task, int64_t first_row, int64_t rows, int64_t panel) {
-    const Codes &codes = task.codes;
-    const int64_t size = QUADS ? codes.x_group : codes.group, words = size / (QUADS ? 4 : 2),
-                  step = tile_step(words), step_bytes = step * word_bytes<QUADS>(BITS);
-    const uint8_t *weight =
-        static_cast<const uint8_t *>(task.packed) + panel * Codes::bytes(BITS, kPanel, task.inputs);
-    const uint8_t *x = QUADS ? reinterpret_cast<const uint8_t *>(task.byte_rows->values)
-                             : reinterpret_cast<const uint8_t *>(task.x);
-    const int64_t x_stride = QUADS ? task.byte_rows->stride : task.x_stride * int64_t{sizeof *task.x};
-    const float *sums_of_x =
-        !QUADS && (codes.zeros || BITS == 4) ? sum_all_groups(task, first_row, rows) : nullptr;
-    alignas(64) Step widened;
-    alignas(64) Sums sums, totals = {};
-    const auto next = [&] {
-        const uint8_t *from = std::exchange(weight, weight + step_bytes);
-        return QUADS && BITS == 8 ? from : widen_step<QUADS, BITS>(from, step, widened);
+[[gnu::always_inline]] inline void widen_word(const uint8_t *codes, __m512i table, uint8_t *words) {
+    __m512i low, high;
+    if constexpr (QUADS) {
+        load_quads<BITS>(codes, low, high);
+    } else if constexpr (BITS == 8) {
+        __m512bh first, second;
+        Pairs<8>::load(codes, first, second);
+        low = reinterpret_cast<__m512i>(first);
+        high = reinterpret_cast<__m512i>(second);
+    } else {
+        const auto *bytes = reinterpret_cast<const __m128i *>(codes);
+        const __m512i first = _mm512_maskz_cvtepu8_epi32(0xffff, _mm_load_si128(bytes)),
+                      second = _mm512_maskz_cvtepu8_epi32(0xffff, _mm_load_si128(bytes + 1)),
+                      both = _mm512_or_si512(first, _mm512_maskz_slli_epi32(0xffff, second, 16));
+        low = _mm512_maskz_permutexvar_epi16(~0u, both, table);
+        high = _mm512_maskz_permutexvar_epi16(~0u, _mm512_maskz_srli_epi32(0xffff, both, 4), table);
+    }
+    _mm512_store_si512(words, low);
+    _mm512_store_si512(words + kPanelWord / 2, high);
+}
+
+// A thread's memory for a panel's words.
+uint8_t *words_buffer(int64_t bytes) {
+    struct Free {
+        void operator()(uint8_t *memory) const { ::operator delete(memory, std::align_val_t{kLine}); }
     };
-    set_shapes(rows, step);
-    x += first_row * x_stride;
-    for (int64_t group = 0; group * size < task.inputs; ++group, x += words * kWord) {
-        sum_words<QUADS>(x, x_stride, rows, words, step, next, sums);
-        add_group<QUADS, BITS>(task, first_row, rows, panel, group, sums_of_x, sums, totals);
+    thread_local std::unique_ptr<uint8_t, Free> buffer;
+    thread_local int64_t size = 0;
+    if (size < bytes) {
+        buffer.reset(
+            static_cast<uint8_t *>(::operator new(static_cast<size_t>(bytes), std::align_val_t{kLine})));
+        size = bytes;
     }
-    _tile_release();
-    store_totals(task, first_row, rows, panel, totals);
+    return buffer.get();
 }
 
-void multiply_panel(const Linear &task, int64_t first_row, int64_t rows, int64_t panel) {
-    const bool quads = task.codes.x_group > 0, bytes = task.codes.bits == 8;
-    const auto multiply = task.codes.bits == 0 ? multiply_pairs
-                          : quads              ? (bytes ? multiply_codes<true, 8> : multiply_codes<true, 4>)
-                          : bytes              ? multiply_codes<false, 8>
-                                               : multiply_codes<false, 4>;
-    multiply(task, first_row, rows, panel);
+// Some rows of x times panels of one weight held as codes.
+template <bool QUADS, int BITS> class TiledCodes {
+public:
+    TiledCodes(const Linear &task, int64_t first_row, int64_t rows)
+        : task_(task), first_row_(first_row), rows_(rows),
+          size_(QUADS ? task.codes.x_group : task.codes.group), groups_(task.inputs / size_),
+          words_(size_ / kInputs), step_(tile_step(words_)),
+          stride_(QUADS ? task.byte_rows->stride : task.x_stride * int64_t{sizeof *task.x}),
+          x_((QUADS ? reinterpret_cast<const uint8_t *>(task.byte_rows->values)
+                    : reinterpret_cast<const uint8_t *>(task.x)) +
+             first_row * stride_),
+          sums_of_x_(!QUADS && task.codes.zeros ? sum_all_groups(task, first_row, rows) : nullptr) {}
+
+    void multiply(int64_t panel) {
+        const int64_t blocks = (rows_ + kMostRows - 1) / kMostRows;
+        const uint8_t *weight = static_cast<const uint8_t *>(task_.packed) + panel * panel_bytes();
+        if constexpr (kLiesAsTiles) {
+            multiply_blocks(panel, weight + (blocks > 1 ? panel_bytes() : kAhead),
+                            [&](int64_t word) { return weight + word * kPanelWord; });
+        } else if (blocks > 1) {
+            uint8_t *words = words_buffer(task_.inputs / kInputs * kPanelWord);
+            for (int64_t word = 0; word < task_.inputs / kInputs; word += step_)
+                widen(weight, word, words + word * kPanelWord);
+            multiply_blocks(panel, weight + panel_bytes(),
+                            [&](int64_t word) { return words + word * kPanelWord; });
+        } else {
+            multiply_blocks(panel, weight + kAhead,
+                            [&](int64_t word) { return widen(weight, word, widened_); });
+        }
+    }
+
+private:
+    static constexpr bool kLiesAsTiles = QUADS && BITS == 8;
+    static constexpr int64_t kInputs = QUADS ? 4 : 2; // of a word
+
+    // The products of rows [row, row + rows) of x_ with one group.
+    struct Part {
+        int64_t row, rows, group;
+        Sums *sums;
+    };
+
+    int64_t panel_bytes() const { return kPanel * task_.inputs * BITS / 8; }
+
+    // Writes the words of one step, which begins with `word`, to `to`.
+    const uint8_t *widen(const uint8_t *weight, int64_t word, uint8_t *to) const {
+        constexpr int64_t bytes = kPanel * kInputs * BITS / 8; // of a word's codes
+        const uint8_t *codes = weight + word * bytes;
+        for (int64_t w = 0; w < step_; ++w, codes += bytes)
+            widen_word<QUADS, BITS>(codes, table_, to + w * kPanelWord);
+        return to;
+    }
+
+    // words_at(word): the panel's words from there on. `next`: what is prefetched of the weight meanwhile.
+    template <class WordsAt> void multiply_blocks(int64_t panel, const uint8_t *next, WordsAt words_at) {
+        const int64_t blocks = (rows_ + kMostRows - 1) / kMostRows, steps = task_.inputs / kInputs / step_;
+        Ahead ahead{next,          next, panel_bytes() / steps / blocks, nullptr,
+                    task_.outputs, 0,    (kMostRows + steps - 1) / steps};
+        Part last{}; // is scaled while tiles multiply the next one
+        for (int64_t row = 0; row < rows_; row += kMostRows) {
+            const int64_t rows = std::min(rows_ - row, kMostRows);
+            if (rows != shaped_)
+                set_shapes(shaped_ = rows, step_);
+            ahead.out = task_.out + (first_row_ + row) * task_.outputs + panel * kPanel;
+            ahead.out_rows = rows;
+            int64_t word = 0;
+            for (int64_t group = 0; group < groups_; ++group) {
+                const Part part{row, rows, group, last.sums == &sums_[0] ? &sums_[1] : &sums_[0]};
+                sum_words<QUADS>(
+                    x_ + row * stride_ + word * kWord, stride_, rows, words_, step_,
+                    [&] {
+                        ahead.step();
+                        return words_at(std::exchange(word, word + step_));
+                    },
+                    *part.sums);
+                if (last.sums)
+                    finish(panel, last);
+                last = part;
+            }
+        }
+        finish(panel, last);
+    }
+
+    void finish(int64_t panel, const Part &part) {
+        if (part.group == 0)
+            std::memset(totals_, 0, sizeof totals_);
+        add_group(panel, part);
+        if (part.group == groups_ - 1)
+            store_totals(task_, first_row_ + part.row, part.rows, panel, totals_);
+    }
+
+    // Adds the sums of one group of x, scaled, to totals_.
+    void add_group(int64_t panel, const Part &part) {
+        const Codes &codes = task_.codes;
+        const int64_t first =
+            (panel * (task_.inputs / codes.group) + part.group * size_ / codes.group) * kPanel;
+        const int64_t place = part.row * groups_ + part.group, groups = groups_;
+        __m512 scale[2], shift[2] = {};
+        for (int half = 0; half < 2; ++half) {
+            scale[half] = _mm512_loadu_ps(codes.scales + first + 16 * half);
+            if (codes.zeros)
+                shift[half] = _mm512_sub_ps(_mm512_loadu_ps(codes.zeros + first + 16 * half),
+                                            _mm512_set1_ps(!QUADS && BITS == 4 ? 8 : 0));
+        }
+        const float *sums = (*part.sums)[0];
+        float *totals = totals_[0], *const end = totals + part.rows * kPanel;
+        if constexpr (QUADS) {
+            const ByteRows &rows = *task_.byte_rows;
+            const int32_t *whole = rows.sums + first_row_ * groups + place;
+            const float *x_scale = rows.scales + first_row_ * groups + place;
+            const int32_t offset = offset_of(codes);
+            const bool shifts = codes.zeros;
+            for (; totals < end; totals += kPanel, sums += kPanel, whole += groups, x_scale += groups) {
+                const __m512i less = _mm512_set1_epi32(offset * *whole);
+                const __m512 of_x = _mm512_set1_ps(*x_scale),
+                             sum_of_x = _mm512_set1_ps(static_cast<float>(*whole));
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; ++half) {
+                    __m512 sum = _mm512_maskz_cvtepi32_ps(
+                        0xffff, _mm512_sub_epi32(_mm512_load_si512(sums + 16 * half), less));
+                    if (shifts)
+                        sum = _mm512_fnmadd_ps(shift[half], sum_of_x, sum);
+                    add_scaled(totals + 16 * half, _mm512_mul_ps(scale[half], of_x), sum);
+                }
+            }
+        } else {
+            const float *sum_of_x = codes.zeros ? sums_of_x_ + place : &kNothing;
+            const int64_t stride = codes.zeros ? groups : 0;
+            for (; totals < end; totals += kPanel, sums += kPanel, sum_of_x += stride) {
+                const __m512 of_x = _mm512_set1_ps(*sum_of_x);
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; ++half)
+                    add_scaled(totals + 16 * half, scale[half],
+                               _mm512_fnmadd_ps(shift[half], of_x, _mm512_load_ps(sums + 16 * half)));
+            }
+        }
+    }
+
+    static void add_scaled(float *total, __m512 scale, __m512 sum) {
+        _mm512_store_ps(total, _mm512_fmadd_ps(scale, sum, _mm512_load_ps(total)));
+    }
+
+    static constexpr float kNothing = 0;
+
+    const Linear &task_;
+    const int64_t first_row_, rows_;
+    const int64_t size_, groups_, words_, step_; // inputs and words of a group, and words of a tile
+    const int64_t stride_;                       // bytes from row to row of x_
+    const uint8_t *const x_;
+    const float *const sums_of_x_; // [rows, groups] where zero points are subtracted, else null
+    int64_t shaped_ = 0;           // rows of the tiles
+    const __m512i table_ = codes_less_eight();
+    alignas(64) uint8_t widened_[kTileWords * kPanelWord]; // one step's words
+    alignas(64) Sums sums_[2];
+    alignas(64) Sums totals_;
+};
+
+template <bool QUADS, int BITS>
+void multiply_codes(const Linear &task, int64_t first_row, int64_t rows, int64_t first, int64_t last) {
+    TiledCodes<QUADS, BITS> tiled(task, first_row, rows);
+    for (int64_t panel = first; panel < last; ++panel)
+        tiled.multiply(panel);
+    _tile_release();
+}
+
+void multiply_panel_of_codes(const Linear &task, int64_t first_row, int64_t rows, int64_t panel) {
+    multiply_amx_codes(task, first_row, rows, panel, panel + 1);
 }
 
 } // namespace
 
+void multiply_amx_codes(const Linear &task, int64_t first_row, int64_t rows, int64_t first, int64_t last) {
+    const bool quads = task.codes.x_group > 0, bytes = task.codes.bits == 8;
+    const auto multiply = quads   ? (bytes ? multiply_codes<true, 8> : multiply_codes<true, 4>)
+                          : bytes ? multiply_codes<false, 8>
+                                  : multiply_codes<false, 4>;
+    multiply(task, first_row, rows, first, last);
+}
+
 PanelKernel amx_tiles(bool dense) {
     if (dense)
-        return {kDenseRows, kDenseRows, multiply_panel, kMostRows, kDenseBytes, 2048};
-    return {kMostRows, kMostRows, multiply_panel};
+        return {kDenseRows, kDenseRows, multiply_pairs, kMostRows, kDenseBytes, 2048};
+    return {kMostRows, kMostRows, multiply_panel_of_codes, kMostRows, kCodesBytes};
 }
 
 } // namespace lamina::linear

@@ -111,7 +111,7 @@ def test_infinities_and_nans_stay_what_they_are() -> None:
 
 @paths
 @given(
-    rows=st.integers(0, 30),
+    rows=st.integers(0, 70),
     group=st.sampled_from([16, 17, 32, 48, 50]),
     groups=st.integers(1, 4),
     outputs=st.integers(1, 80),
