@@ -198,7 +198,7 @@ class Moves:
             return
         released = [SEQUENCE] if self._number else []
         self._number, self._is_done = self._number + 1, False
-        move = KvMove(self._number, SEQUENCE, OTHER, MEMORY, 0, MOVED, SEQUENCE)
+        move = KvMove(self._number, SEQUENCE, OTHER, MEMORY, 0, MOVED, SEQUENCE, (0, SPECS[0].kv_heads))
         moves = plan([], [], released, [move])
         self.store.apply(moves)
         self._moves.apply(moves)

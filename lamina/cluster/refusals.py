@@ -172,15 +172,7 @@ def _of_balanced_roles(config: EngineConfig, made: Replicas) -> Iterator[Refusal
 
 
 def _of_placement(config: EngineConfig) -> Iterator[Refusal]:
-    partition, ranks = config.partition, max(shape.ranks for shape in shapes(config))
-    balances = config.balance not in ("auto", "off")
-    if ranks > 1:
-        parallel = f"tensor_parallel {ranks}"
-        if balances:
-            yield Refusal(
-                f"{parallel} and balance {config.balance}",
-                "KV cannot move while one rank may still attend to it, although another has finished",
-            )
+    partition, balances = config.partition, config.balance not in ("auto", "off")
     if partition == "request" and config.kv_tokens_per_worker is not None:
         yield Refusal(
             f"kv_tokens_per_worker {config.kv_tokens_per_worker} and partition request",

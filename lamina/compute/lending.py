@@ -46,7 +46,7 @@ class Lender:
     ) -> None:
         self._control, self._mail, self._lanes, self._links = control, mail, lanes, links
 
-        holders = [*connect.memories, *connect.computes] if connect.pipeline.moves_local else []
+        holders = [*connect.memories, *connect.computes] if connect.pipeline.spreads else []
         self._moves = KvMoves(
             store,
             puller,
@@ -115,7 +115,7 @@ class Lender:
 
     def set_members(self, topology: Topology) -> None:
         """Serve the replicas of ``topology``, after ``Mail.change_members``."""
-        holders = [*topology.memories, *topology.computes] if topology.pipeline.moves_local else []
+        holders = [*topology.memories, *topology.computes] if topology.pipeline.spreads else []
         self._moves.change(self._links.leases_of(holders))
         self._serving.set_members(self._mail.channels, topology.pipeline, topology.computes)
 

@@ -163,13 +163,8 @@ class Pipeline:
         return self.replicas > 1 and any(one.rotates for one in (self.first_arrangement, *self.choices))
 
     @property
-    def moves_local(self) -> bool:
-        """True if KV may move from and to local memory. Heads of several ranks would have to move at once."""
-        return self.spreads and self.most_ranks == 1
-
-    @property
     def spreads(self) -> bool:
-        """True if the KV of a sequence may be in the local memory of several replicas."""
+        """True if the KV of a sequence may be in the local memory of several replicas, between which it may move."""
         return self.lends and not self.one_way
 
     @property

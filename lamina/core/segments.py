@@ -62,7 +62,7 @@ def grown(segments: Sequence[Segment], new: Segment) -> list[Segment]:
 
 
 def moved(segments: Sequence[Segment], new: Segment) -> list[Segment]:
-    """Return the segments of a sequence once ``new`` holds its tokens, whichever held them before.
+    """Return the segments of a sequence once ``new`` holds its tokens of its heads, whichever held them before.
 
     Neighbours on one worker become one segment.
     """
@@ -70,12 +70,26 @@ def moved(segments: Sequence[Segment], new: Segment) -> list[Segment]:
     parts = [new]
     for segment in segments:
         start, stop = segment.tokens
+        if not overlaps(segment, new):
+            parts.append(segment)
+            continue
         if start < first:
             before = first if stop is None else min(stop, first)
             parts.append(dataclasses.replace(segment, tokens=(start, before)))
         if last is not None and (stop is None or stop > last):
             parts.append(dataclasses.replace(segment, tokens=(max(start, last), stop)))
+        parts += _other_heads(segment, new)
     return joined(sorted(parts, key=lambda one: one.tokens[0]))
+
+
+def _other_heads(segment: Segment, new: Segment) -> list[Segment]:
+    """Return the parts of ``segment`` with the tokens of ``new``, but other heads."""
+    start = max(segment.tokens[0], new.tokens[0])
+    stop = min((one.tokens[1] for one in (segment, new) if one.tokens[1] is not None), default=None)
+    if stop is not None and stop <= start:
+        return []
+    others = (segment.heads[0], new.heads[0]), (new.heads[1], segment.heads[1])
+    return [dataclasses.replace(segment, heads=one, tokens=(start, stop)) for one in others if one[0] < one[1]]
 
 
 def joined(segments: Iterable[Segment]) -> list[Segment]:

@@ -136,7 +136,8 @@ class Fork(msgspec.Struct, array_like=True, frozen=True):
 class KvMove(msgspec.Struct, array_like=True, frozen=True):
     """Memory worker ``target`` pulls K and V of tokens [start, stop) of a sequence from memory worker ``source``.
 
-    It allocates slots for them and reports when all have arrived. ``number`` counts a cluster's moves from 1.
+    It allocates slots for them and reports when all have arrived. ``number`` counts a cluster's moves from 1. If
+    several workers hold these tokens, or will hold them, each pair has a part with its ``heads`` and the same number.
 
     ``sequence`` is a carrier: it is never run, and holds only these tokens, which are the parent's. At the source it
     shares the parent's slots, so that they stay valid when the parent is released.
@@ -149,13 +150,14 @@ class KvMove(msgspec.Struct, array_like=True, frozen=True):
     start: int
     stop: int
     parent: int
+    heads: tuple[int, int]
 
 
 class Switch(msgspec.Struct, array_like=True, frozen=True):
     """Moved tokens are used at their target from now on: each of ``segments`` replaces those that held its tokens.
 
-    The KV is in the slots of ``carrier``. All segments are on one worker and begin with the carrier's first token; one
-    without an end is the last segment of a cached prefix.
+    The KV is in the slots of ``carrier``. All segments begin with the carrier's first token; one without an end is the
+    last segment of a cached prefix.
     """
 
     carrier: int

@@ -97,9 +97,10 @@ class Engine:
         self._control = control
         self._workers = workers
         topology, longest = cluster.topology, config.kv_tokens_per_worker
+        balances = config.balance not in ("auto", "off")
         self._turn = Turn(
             limits,
-            placement(config.partition, cluster.capacities, cluster.shards, longest, topology),
+            placement(config.partition, cluster.capacities, cluster.shards, longest, topology, balances),
             topology.pipeline,
             attentions=len(cluster.loaded.attentions),
             kv_heads=cluster.shards.heads,
@@ -116,7 +117,7 @@ class Engine:
         self._scheduler.recall(cluster.recalled)
         self._recalls_until = time.monotonic() + RECALL_S
         if cluster.missing:  # memory workers lost with the last engine will be started again
-            whole = placement(config.partition, cluster.whole, cluster.shards, longest, topology)
+            whole = placement(config.partition, cluster.whole, cluster.shards, longest, topology, balances)
             self._scheduler.placement.promise(whole.total)
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))

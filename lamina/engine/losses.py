@@ -139,7 +139,8 @@ class Watch:
         self._cut: dict[str, str] = {}  # by worker of ``_left``: why a member could not reach it, and stopped its steps
         # By lane: time and worker of the last progress of a step, the least recent first.
         self._progress: dict[int, tuple[float, str]] = {}
-        self._moves: dict[int, tuple[KvMove, float]] = {}  # by number: moves in progress with their deadlines
+        # Parts of moves in progress, by number, source and target, with their deadlines.
+        self._moves: dict[tuple[int, str, str], tuple[KvMove, float]] = {}
 
     def apply_topology(self, topology: Topology) -> None:
         """Watch only members of ``topology`` from now on."""
@@ -156,7 +157,7 @@ class Watch:
         """Record that a plan is about to be sent."""
         self.progressed([plan.lane], "engine")
         for move in plan.moves:
-            self._moves[move.number] = move, self._control.liveness.awake_s + MOVE_TIMEOUT_S
+            self._moves[move.number, move.source, move.target] = move, self._control.liveness.awake_s + MOVE_TIMEOUT_S
 
     def progressed(self, lanes: Iterable[int], worker: str) -> None:
         """Record that a worker has made progress on steps of these lanes."""
@@ -230,7 +231,7 @@ class Watch:
             )
         if self._moves:
             going = set(self._turn.scheduler.moves.numbers)
-            self._moves = {one: begun for one, begun in self._moves.items() if one in going}
+            self._moves = {one: begun for one, begun in self._moves.items() if one[0] in going}
         for move, deadline in self._moves.values():
             if now > deadline:
                 raise TransportError(

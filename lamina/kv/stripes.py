@@ -26,14 +26,15 @@ def placement(
     shards: HeadShards,
     longest: int | None,
     topology: Topology,
+    balances: bool = False,
 ) -> Placement:
     """Return the placement for ``partition``, on memory workers with these ``capacities`` in tokens.
 
-    A segment has at most ``longest`` tokens. With several ranks in a replica, KV never moves, since one rank may still
-    attend to KV that another rank has finished with.
+    A segment has at most ``longest`` tokens. ``balances``: whether KV is to move between workers, so that with
+    ``partition`` "auto" each of them has all heads of its tokens.
     """
     if shards.count > 1 or topology.pipeline.most_ranks > 1:
-        return StripedPlacement(capacities, shards, longest, topology, partition)
+        return StripedPlacement(capacities, shards, longest, topology, partition, balances)
     return Placement(capacities, longest, partition, topology)
 
 
@@ -80,8 +81,6 @@ class StripedPlacement(Placement):
     Numbers count tokens with all heads.
     """
 
-    moves = False
-
     def __init__(
         self,
         capacities: Mapping[str, int],
@@ -89,10 +88,13 @@ class StripedPlacement(Placement):
         longest: int | None = None,
         topology: Topology = NO_MEMBERS,
         partition: Partition = "auto",
+        balances: bool = False,
     ) -> None:
-        """``capacities`` has tokens with all heads by memory worker. With ``partition`` "request" or "token", a memory
-        worker has all heads of its tokens."""
-        self._stripes = partition in ("auto", "head")
+        """``capacities`` has tokens with all heads by memory worker. With ``partition`` "request" or "token", and with
+        "auto" if KV ``balances``, a memory worker has all heads of its tokens. Then no places share a worker, and KV
+        may move between them."""
+        self._stripes = partition == "head" or (partition == "auto" and not balances)
+        self.moves = not self._stripes
         self._shards = shards
         self._parts: dict[str, Parts] = {}  # by place: its parts
         self._slots: dict[str, int] = {}

@@ -44,6 +44,9 @@ def step_starts(
 
 
 Slots = npt.NDArray[np.int32]
+_Held = tuple[int, int, SegmentKey, int]
+"""Tokens [start, stop) that a key in the slab holds, and the first token of the key."""
+
 Renew = Callable[[Slots, Slots, int], None]
 """Copies KV between slots, with the arguments of ``memory.device.base.Device.renew``."""
 
@@ -204,9 +207,14 @@ class Holdings:
 
     def _make_slots(self, move: KvMove) -> None:
         """Allocate slots for tokens that move to this worker. Nothing attends to them before a plan's switch."""
-        key = move.sequence, 0
-        self.slab.open(key)
-        self.slab.append(key, move.stop - move.start)
+        keys = self._carried(move)
+        for key in keys:
+            self.slab.open(key)
+        self.slab.extend(keys, [move.stop - move.start] * len(keys))
+
+    def _carried(self, move: KvMove) -> list[SegmentKey]:
+        """Return the keys of the move's own segment (the carrier), one for each shard."""
+        return [self.key(move.sequence, 0, shard) for shard in self.shards.shards_of(move.heads)]
 
     def _begin_fetch(self, fetch: Fetch) -> None:
         """Allocate slots for blocks fetched from the disk. The plan may have forked the tokens before them."""
@@ -218,20 +226,24 @@ class Holdings:
             self.slab.extend(keys, [len(fetch.blocks) // len(keys) * BLOCK] * len(keys))
 
     def slots_of(self, move: KvMove) -> Slots:
-        """Return a copy of the slots that a move reads or writes on this worker: int32 [stop - start]."""
-        return self.slab.slots((move.sequence, 0)).copy()
+        """Return a copy of the slots that a move reads or writes on this worker: int32 [shards * (stop - start)]."""
+        return np.concatenate([self.slab.slots(key) for key in self._carried(move)])
 
     def _share_range(self, move: KvMove) -> None:
         """Let the move's own segment (the carrier) share the slots of the tokens that it reads."""
-        start, stop, parent = move.start, move.stop, move.parent
-        for first in (segment.tokens[0] for segment in self.segments.get(parent, [])):
-            if first <= start and stop <= first + len(self.slab.slots((parent, first))):
-                self.slab.rearrange([], {(move.sequence, 0): [((parent, first), start - first, stop - first)]})
-                return
-        raise PlacementError(
-            f"tokens {start} to {stop} of sequence {parent} cannot move from {self.worker}",
-            f"of its segments here, {self.segments.get(parent, [])}, none has all of them",
-        )
+        start, stop, segments = move.start, move.stop, self.segments.get(move.parent, [])
+        held = {(key[1] % self.shards.count, one.tokens[0]): key for one in segments for key in self.keys(one)}
+        shared: dict[SegmentKey, list[tuple[SegmentKey, int, int]]] = {}
+        for carried in self._carried(move):
+            for (shard, first), key in held.items():
+                if shard == carried[1] and first <= start and stop <= first + len(self.slab.slots(key)):
+                    shared[carried] = [(key, start - first, stop - first)]
+            if carried not in shared:
+                raise PlacementError(
+                    f"tokens {start} to {stop} of sequence {move.parent} cannot move from {self.worker}",
+                    f"of its segments here, {segments}, none has all of them",
+                )
+        self.slab.rearrange([], shared)
 
     def _switch(self, switch: Switch) -> None:
         """Let sequences hold a range at the target of its move instead of the source.
@@ -242,20 +254,22 @@ class Holdings:
             sequence, (first, last) = new.sequence, new.tokens
             before = self.segments.pop(sequence, [])
             after = [segment for segment in moved(before, new) if segment.worker == self.worker]
-            held: list[tuple[int, int, SegmentKey, int]] = []
-            if new.worker == self.worker:
-                carried = first + len(self.slab.slots((switch.carrier, 0)))
-                end = carried if last is None else last
-                held.append((first, end, (switch.carrier, 0), first))
+            shards, held = self.shards.shards_of(new.heads), collections.defaultdict[int, list[_Held]](list)
+            for shard in shards if new.worker == self.worker else ():
+                carried = self.key(switch.carrier, 0, shard)
+                end = first + len(self.slab.slots(carried)) if last is None else last
+                held[shard].append((first, end, carried, first))
                 self._starts.setdefault(sequence, Starts(end))
-            for segment in before:
-                start = segment.tokens[0]
-                stop = start + len(self.slab.slots((sequence, start)))
-                held.append((start, min(stop, first), (sequence, start), start))
-                if last is not None:
-                    held.append((max(start, last), stop, (sequence, start), start))
-            parts = {(sequence, segment.tokens[0]): _parts(segment, sorted(held)) for segment in after}
-            self.slab.rearrange([(sequence, segment.tokens[0]) for segment in before], parts)
+            old = [(one.tokens[0], key) for one in before for key in self.keys(one)]
+            for start, key in old:
+                stop, shard = start + len(self.slab.slots(key)), key[1] % self.shards.count
+                moves = shard in shards
+                held[shard].append((start, min(stop, first) if moves else stop, key, start))
+                if moves and last is not None:
+                    held[shard].append((max(start, last), stop, key, start))
+            keys = [(one, key) for one in after for key in self.keys(one)]
+            parts = {key: _parts(one, sorted(held[key[1] % self.shards.count])) for one, key in keys}
+            self.slab.rearrange([key for _, key in old], parts)
             if after:
                 self.segments[sequence] = after
 
@@ -282,10 +296,10 @@ class Holdings:
             yield self.slab.slots((sequence, number))[max(lowest, 0) :]
 
 
-def _parts(segment: Segment, held: Sequence[tuple[int, int, SegmentKey, int]]) -> list[tuple[SegmentKey, int, int]]:
-    """Return the parts (key, first token, end) in the slab that hold a segment's tokens.
+def _parts(segment: Segment, held: Sequence[_Held]) -> list[tuple[SegmentKey, int, int]]:
+    """Return the parts (key, first token, end) in the slab that hold one shard of a segment's tokens.
 
-    ``held``: Entries (start, stop, key, first token of the key), by ascending start.
+    ``held``: By ascending start.
     """
     low, high = segment.tokens
     ends = [stop if high is None else min(stop, high) for _, stop, _, _ in held]

@@ -50,10 +50,11 @@ class Balancing:
         """Record that a worker has spent ``seconds`` on attention to its KV so far; 0: it does not measure them."""
         steps, before = self._busy.get(worker, (self._steps, seconds))
         active = sum(bool(lane.running) for lane in self._lanes)
-        read = self._reads.get(worker, 0.0) * (self._steps - steps) / max(active, 1)
-        if steps < self._steps and read > 0 and seconds > before:
-            known = self._token_s.get(worker, (seconds - before) / read)
-            self._token_s[worker] = known + LEARN * ((seconds - before) / read - known)
+        for place in self._placement.places_on(worker):
+            read = self._reads.get(place, 0.0) * (self._steps - steps) / max(active, 1)
+            if steps < self._steps and read > 0 and seconds > before:
+                known = self._token_s.get(place, (seconds - before) / read)
+                self._token_s[place] = known + LEARN * ((seconds - before) / read - known)
         self._busy[worker] = self._steps, seconds
 
     @property
@@ -128,7 +129,7 @@ class Balancing:
                 self._token_s.get(worker) or _mean(self._token_s),
                 worker not in placement.closed,
                 self._step_s.get(worker, 0.0) if worker in self._token_s else 0.0,
-                placement.hosts.get(worker, ""),
+                placement.hosts.get(next(iter(placement.workers_at(worker)), ""), ""),
             )
             for worker, capacity in placement.capacities.items()
             if worker not in left_out

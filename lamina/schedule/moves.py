@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lamina.core.requests import Completion, Group
-from lamina.core.segments import moved
+from lamina.core.segments import moved, overlaps
 from lamina.core.steps import KvMove, Switch
 from lamina.core.types import Segment
 from lamina.kv.placement import AHEAD, Placement
@@ -53,7 +53,7 @@ class Move:
         completion: the completion that owns the range, if one does.
         tree: the tree of the prefix cache that owns the range, if one does.
         node: the node of ``tree`` that ends the range, pinned for the move.
-        arrived: True once all KV is at the target.
+        awaited: workers of the target whose KV has not arrived.
         passed: by lane: steps planned before the switch; None before the switch.
     """
 
@@ -67,7 +67,7 @@ class Move:
     completion: Completion | None = None
     tree: PrefixTree | None = None
     node: Node | None = None
-    arrived: bool = False
+    awaited: int = 1
     passed: list[int] | None = None
 
     @property
@@ -116,7 +116,7 @@ class Moves:
     @property
     def numbers(self) -> list[int]:
         """Numbers of the moves whose KV has not arrived."""
-        return [move.number for move in self._moves.values() if not move.arrived]
+        return [move.number for move in self._moves.values() if move.awaited]
 
     @property
     def in_progress(self) -> list[Move]:
@@ -205,33 +205,53 @@ class Moves:
         """Return the moves that the next plan begins, each once. Call this last: the plan must not release the
         sequence whose slots a carrier shares."""
         begun, self._begun = self._begun, []
+        return [part for move in begun for part in self._parts(move)]
+
+    def _parts(self, move: Move) -> list[KvMove]:
+        """Return a part of a move for each pair of workers of its source and its target with heads in common."""
+        here, there = (
+            self._placement.expand([Segment(move.carrier, place, move.group.heads, (move.start, move.stop))])
+            for place in (move.source, move.target)
+        )
+        pairs = [(one, other) for one in here for other in there if overlaps(one, other)]
+        move.awaited, parent = len(pairs), _parent(move)
         return [
-            KvMove(move.number, move.carrier, move.source, move.target, move.start, move.stop, _parent(move))
-            for move in begun
+            KvMove(
+                move.number,
+                move.carrier,
+                one.worker,
+                other.worker,
+                move.start,
+                move.stop,
+                parent,
+                (max(one.heads[0], other.heads[0]), min(one.heads[1], other.heads[1])),
+            )
+            for one, other in pairs
         ]
 
     # -- switch to the target -----------------------------------------------------------------------------------
 
     def arrive(self, number: int) -> bool:
-        """Record that all tokens of a move are at their target. False if it was cancelled."""
+        """Record that all tokens of a part of a move are at their target. False if it was cancelled."""
         if number in self._moves:
-            self._moves[number].arrived = True
+            self._moves[number].awaited -= 1
         return number in self._moves
 
     def switches(self) -> list[Switch]:
         """Return the switches for the plan that begins now. Call this before anything else is planned."""
         switches = []
-        for move in [one for one in self._moves.values() if one.arrived]:
+        for move in [one for one in self._moves.values() if not one.awaited]:
             if self._is_pointless(move):
                 self._cancel(move)
                 continue
             del self._moves[move.number]
-            switches.append(Switch(move.carrier, self._switch(move)))
+            switches.append(Switch(move.carrier, self._placement.expand(self._switch(move))))
             move.passed = [lane.decoding.steps for lane in self.lanes]
             self._switched.append(move)
             self.counts.moves += 1
             self.counts.tokens += move.tokens
-            self.counts.by_worker[move.target] = self.counts.by_worker.get(move.target, 0) + move.tokens
+            for worker in self._placement.workers_at(move.target):
+                self.counts.by_worker[worker] = self.counts.by_worker.get(worker, 0) + move.tokens
         return switches
 
     def _is_pointless(self, move: Move) -> bool:
@@ -242,7 +262,7 @@ class Moves:
         return not move.group.alive if move.completion is None else move.completion.finished
 
     def _switch(self, move: Move) -> list[Segment]:
-        """Record that the sequences that share a range use the target. Returns their segments for the plan."""
+        """Record that the sequences that share a range use the target. Returns their segments on it."""
         groups, cached = {move.group: move.stop}, dict[int, int | None]()
         if move.tree is not None and move.node is not None:
             groups, cached = self._prefixes.end_move(move.tree, move.node, move.target)

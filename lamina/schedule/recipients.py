@@ -204,7 +204,7 @@ class Recipients:
             self._release(sequence, replicas, now)
         for move in plan.moves:
             add((move.source, move.target), "moves", move)
-            known = self._known[move.sequence] = _Known([], carries=True)
+            known = self._known.setdefault(move.sequence, _Known([], carries=True))
             known.memories |= {move.source, move.target}
         for admission in plan.admitted:
             self._admit(admission, replicas)

@@ -92,7 +92,6 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
         ),
         ({"pipelining": "rotational", "lanes": 4}, ["cpu"] * 2, ["cpu"], "give lanes 3, or leave it out"),
         ({"pipeline_parallel": 2, "lanes": 3}, ["cpu"] * 4, ["cpu"], "lanes 3 with 2 replicas of 2 stages"),
-        ({"tensor_parallel": 2, "balance": "ledger"}, ["cpu"] * 2, ["cpu"], "KV cannot move"),
         ({"partition": "request", "kv_tokens_per_worker": 9}, ["cpu"], ["cpu"], "the second keeps it on one"),
         ({"partition": "head", "balance": "ledger"}, ["cpu"], ["cpu"], "keeps together"),
         ({"pipeline_parallel": 2, "prefill": "cpu:2"}, ["cpu"] * 4, ["local"], "a request decodes where its prompt ru"),

@@ -278,4 +278,4 @@ def test_plans_that_a_worker_would_serve_wrongly_are_refused_and_change_nothing(
     assert (store.slab.used, store.sequences) == (0, 0)
     apply(admitted=[Admission(0, 1, 5, [*cut[:1], Segment(0, "memory1", (0, 4), (3, None))], SamplingParams(), 0)])
     with pytest.raises(PlacementError, match="none has all of them"):
-        apply(moves=[KvMove(1, 7, "memory0", "memory2", 0, 4, 0)])
+        apply(moves=[KvMove(1, 7, "memory0", "memory2", 0, 4, 0, (0, 2))])

@@ -168,7 +168,7 @@ def there(sequence: int, worker: str, start: int, stop: int) -> Segment:
 @pytest.mark.parametrize("pool", ["auto", "int8", "fp8"], indirect=True)
 def test_a_range_moves_while_its_sequence_decodes_and_its_old_slots_are_free(pool: Pool) -> None:
     pool.begin(0, "memory0", 17)
-    pool.send(moves=[KvMove(1, 9, "memory0", "memory2", 0, 17, 0)])
+    pool.send(moves=[KvMove(1, 9, "memory0", "memory2", 0, 17, 0, (0, 2))])
     pool.settle()
     assert pool.workers["memory2"].done == [1] and pool.used == [17, 0, 17]
     pool.send(chunks=[SequenceStep(0, 17, [0, 0], [])])  # decoded meanwhile at its old place
@@ -195,7 +195,7 @@ def test_a_range_released_while_it_moves_leaves_nothing_and_spoils_nothing(
     pool = Pool()
     pool.begin(0, "memory0", 17)
     pool.begin(1, "memory0", 15)
-    pool.send(moves=[KvMove(1, 8, "memory0", "memory1", 0, 17, 0)])
+    pool.send(moves=[KvMove(1, 8, "memory0", "memory1", 0, 17, 0, (0, 2))])
     for name, reads in before:
         pool.workers[name].read() if reads else pool.workers[name].gap()
     pool.send(released=[0, 8])
@@ -203,7 +203,7 @@ def test_a_range_released_while_it_moves_leaves_nothing_and_spoils_nothing(
         segment = Segment(2, "memory1", (0, 2), (0, None))
         admission = Admission(2, 1, 12, [segment], SamplingParams(), 0)
         pool.send(admitted=[admission], chunks=[SequenceStep(2, 0, [0] * 12, [])])
-    pool.send(moves=[KvMove(2, 9, "memory0", second, 0, 15, 1)])
+    pool.send(moves=[KvMove(2, 9, "memory0", second, 0, 15, 1, (0, 2))])
     written = False
     for name, reads in after:
         pool.workers[name].read() if reads else pool.workers[name].gap()
@@ -235,7 +235,7 @@ def test_a_range_released_while_it_moves_leaves_nothing_and_spoils_nothing(
 
 def test_a_peer_that_dies_ends_what_it_had_a_part_in(pool: Pool) -> None:
     pool.begin(0, "memory0", 17)
-    pool.send(moves=[KvMove(1, 9, "memory0", "memory1", 0, 17, 0)])
+    pool.send(moves=[KvMove(1, 9, "memory0", "memory1", 0, 17, 0, (0, 2))])
     for worker in pool.workers.values():
         worker.read()
     for _ in range(3):
@@ -255,7 +255,7 @@ def test_a_peer_that_dies_ends_what_it_had_a_part_in(pool: Pool) -> None:
 def test_nothing_is_fetched_from_a_worker_that_leaves_after_its_move_has_ended(pool: Pool) -> None:
     """The move ends with its request, in the middle."""
     pool.begin(0, "memory0", 17)
-    pool.send(moves=[KvMove(1, 9, "memory0", "memory1", 0, 17, 0)])
+    pool.send(moves=[KvMove(1, 9, "memory0", "memory1", 0, 17, 0, (0, 2))])
     for worker in pool.workers.values():
         worker.read()
     leaves, left = pool.workers["memory0"], pool.workers["memory1"]
@@ -277,7 +277,7 @@ def test_another_engine_that_takes_over_numbers_moves_from_1_again(gaps: list) -
     pool = Pool()
     for sequence in (0, 1):
         pool.begin(sequence, "memory0", 17)
-    moves = [KvMove(number, 7 + number, "memory0", "memory1", 0, 17, number - 1) for number in (1, 2)]
+    moves = [KvMove(number, 7 + number, "memory0", "memory1", 0, 17, number - 1, (0, 2)) for number in (1, 2)]
     pool.send(moves=moves)
     pool.settle()
     for worker in pool.workers.values():
@@ -286,7 +286,7 @@ def test_another_engine_that_takes_over_numbers_moves_from_1_again(gaps: list) -
         worker.store.truncate({})
         worker.done.clear()
     pool.begin(5, "memory0", 15)
-    pool.send(moves=[KvMove(1, 9, "memory0", "memory1", 0, 15, 5)])
+    pool.send(moves=[KvMove(1, 9, "memory0", "memory1", 0, 15, 5, (0, 2))])
     for name, reads in gaps:
         pool.workers[name].read() if reads else pool.workers[name].gap()
     pool.settle()
@@ -306,9 +306,9 @@ def test_ranges_move_several_at_a_time_and_what_shares_them_shares_them_there(ga
         pool.begin(sequence, worker, tokens)
     pool.send(forks=[Fork(0, 3, 10)])
     moves = [
-        KvMove(1, 100, "memory0", "memory1", 4, 12, parent=0),
-        KvMove(2, 101, "memory0", "memory2", 0, 15, parent=1),
-        KvMove(3, 102, "memory1", "memory2", 0, 6, parent=2),
+        KvMove(1, 100, "memory0", "memory1", 4, 12, parent=0, heads=(0, 2)),
+        KvMove(2, 101, "memory0", "memory2", 0, 15, parent=1, heads=(0, 2)),
+        KvMove(3, 102, "memory1", "memory2", 0, 6, parent=2, heads=(0, 2)),
     ]
     pool.send(moves=moves)
     for name, reads in gaps:

@@ -99,7 +99,7 @@ def test_a_sequence_that_is_released_is_not_copied_on(worker: Worker) -> None:
 def test_a_sequence_that_moves_away_is_not_copied_on(worker: Worker) -> None:
     """Its slots are free once the carrier of the move is released."""
     worker.apply(spills=[Spill(1, "memory0", 1, [0, 1, 2], [0, 1, 2])])
-    worker.apply(moves=[KvMove(1, 9, "memory0", "memory1", 0, BLOCK, 1)])
+    worker.apply(moves=[KvMove(1, 9, "memory0", "memory1", 0, BLOCK, 1, HEADS)])
     assert worker.tier.work() and worker.tier.active
     worker.apply(switches=[Switch(9, [Segment(1, "memory1", HEADS, (0, BLOCK))])])
     assert worker.done == [(1, False, "")] and not worker.tier.active

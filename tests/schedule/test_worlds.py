@@ -121,6 +121,7 @@ class World:
                 self.shards,
                 None if one_way else chance.choice([None, None, 6]),
                 self.topology,
+                balances=ranks > 1 and chance.random() < 0.6,
             ),
             self.first,
             attentions=1,
@@ -334,7 +335,7 @@ class World:
 
     def move(self) -> None:
         groups = [group for lane in self.scheduler._lanes for group in lane.running]
-        if groups and len(places := list(self.topology.capacities)) > 1:
+        if groups and len(places := list(self.scheduler.placement.capacities)) > 1:
             source, target = self.chance.sample(places, 2)
             self.scheduler.moves.try_move(self.chance.choice(groups), source, target, self.chance.randint(1, 20))
 

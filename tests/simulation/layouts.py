@@ -224,7 +224,6 @@ def _degrees(made: Layout, chance: random.Random) -> Layout:
         compute=f"{CPU}:{computes}/tp{late[0]}/pp{late[1]}",
         prefill=f"{CPU}:{prefills}/tp{early[0]}/pp{early[1]}",
         memory=f"{CPU}:{memories}",
-        balance="auto",
         pipelining="fixed",
         lanes=(prefill + decode) * max(early[1], late[1]) * chance.choice([1, 2]),
     )
