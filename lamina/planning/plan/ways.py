@@ -416,12 +416,13 @@ def rivals(found: Sequence[Capacity], best_usd: float) -> list[Capacity]:
 def shortlist(found: Sequence[Capacity]) -> list[Capacity]:
     """Return the ways to simulate: the cheapest for every system, kinds and number of lanes, with stages and without.
 
-    At most ``SHORTLISTED`` ways, with at least one of every system.
+    Of ways with three pools, whose kinds have many combinations, only the cheapest. At most ``SHORTLISTED`` ways, with
+    at least one of every system.
     """
     best: dict[tuple[object, ...], Capacity] = {}
     for one in sorted(found, key=lambda one: (one.usd_per_request, one.usd_per_hour)):
         way = one.way
-        kinds = tuple(kind.kind for kind, _ in way.pools)
+        kinds = tuple(kind.kind for kind, _ in way.pools) if len(way.pools) < 3 else ()
         each = 0 if way.rotates or way.kind is not Kind.OFFLOADED else way.lanes // (way.replicas * way.stages)
         best.setdefault((way.kind, kinds, way.stages > 1, way.rotates, each), one)
     kept = sorted(best.values(), key=lambda one: one.usd_per_request)

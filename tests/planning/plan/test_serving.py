@@ -344,6 +344,7 @@ def test_every_system_on_every_kind_competes() -> None:
     kept = shortlist([one for way in every if (one := place.evaluate(way))])
     seen = {(one.way.kind, one.way.compute.kind) for one in kept}
     assert {(Kind.LOCAL, "h100"), (Kind.LOCAL, "h20"), (Kind.OFFLOADED, "h100"), (Kind.PREFILL, "h100")} <= seen
+    assert [len(one.way.pools) for one in kept].count(3) == 1 and sum(len(way.pools) == 3 for way in every) > 1
     assert all(one.usd_per_hour > 0 for one in kept)
     assert {way.tensor_parallel for way in every if way.kind is Kind.LOCAL} == {1, 2}
     assert not any(way.kind is Kind.ONE_POOL for way in every), "a system to compare with, which plans do not advise"
