@@ -169,7 +169,7 @@ class EngineConfig:
     prefill: Annotated[
         str | None,
         _pools(
-            "Compute workers that only prefill, such as h100:2. The workers of compute then only decode. /tp2/pp2 "
+            "Compute workers that only prefill, such as h100:2. The workers of compute then decode. /tp2/pp2 "
             "after the last count of prefill or compute replaces tensor_parallel and pipeline_parallel for that pool. "
             "Memory workers have the KV of both; with local memory, workers that decode fetch it while the prompt "
             "runs. Default: compute workers do both."

@@ -80,7 +80,7 @@ class Pipeline:
         shape: the compute workers of each replica. Workers and stages are numbered over all replicas: by replica, then
             by stage, then by rank.
         prefill_shape: the compute workers of each of the ``prefill`` replicas; None: ``shape``.
-        prefill: how many replicas, the first ones, only run prompts; the others only decode. 0: all do both. At least
+        prefill: how many replicas, the first ones, only run prompts; the others decode. 0: all do both. At least
             one replica always decodes.
         lends: True if compute workers with local memory attend to the KV there for other replicas too.
         one_way: True if they do so only for replicas that only run prompts, which hold no KV. Then no replica waits for
@@ -143,6 +143,12 @@ class Pipeline:
         """Stages of all replicas together."""
         early, late = self.shapes
         return self.prefill * early.stages + (self.replicas - self.prefill) * late.stages
+
+    @property
+    def decoding_stages(self) -> int:
+        """Stages of all replicas that decode."""
+        prefill = min(self.prefill, self.replicas - 1)
+        return self.stage_count - prefill * self.shapes[0].stages
 
     def shape_in(self, pool: str) -> Shape:
         """Return the shape of the replicas of a pool: ``prefill`` or ``compute``."""

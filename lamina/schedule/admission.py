@@ -25,11 +25,13 @@ from lamina.schedule.lane import Residents
 from lamina.schedule.lane_times import LaneTimes
 from lamina.schedule.limits import Limits
 from lamina.schedule.policy import Policy, RankedQueue, WaitingQueue, rank_of
+from lamina.schedule.short_prompts import Load
 
 PAUSE = 32  # steps of all lanes together
 PATIENCE = 256  # steps of all lanes together
 SHARE = 2  # steps of all lanes together
 ROUNDS = 8  # segments of a divided prompt on each replica
+MOST_SHORT = 32  # requests of which some may run in lanes that decode, while lanes for prompts have no room
 MOST_SKIPPED = 32  # requests; all of them are tried again when slots or seats are freed
 
 
@@ -266,7 +268,6 @@ class Admissions:
     def upcoming(self, most: int) -> list[Group]:
         """Return the waiting requests in order, at most ``most`` besides the skipped ones: the request with a
         reservation first, as nothing else may use its slots. The policy is not fair."""
-        assert isinstance(self._queue, RankedQueue)
         ahead = None if self._reserved is None else self._first
         waiting = [*self._skipped, *self._queue.upcoming(most)]
         return sorted(waiting, key=lambda one: (one is not ahead, self._rank(one)))
@@ -277,7 +278,11 @@ class Admissions:
         return self._only is not None
 
     def deal(
-        self, seats: Seats, may_take: Callable[[int], bool], homes: Mapping[Group, int | None] | None = None
+        self,
+        seats: Seats,
+        may_take: Callable[[int], bool],
+        homes: Mapping[Group, int | None] | None = None,
+        load: Load | None = None,
     ) -> Iterator[Group]:
         """Yield the requests to admit, in order, with lane and segments set and slots reserved.
 
@@ -288,14 +293,20 @@ class Admissions:
                 requests wait.
             homes: The requests to admit, in order, and their lanes, in which they may wait for room in a step. None:
                 all in turn, in the lanes with the fewest sequences. A request whose lane is None runs in one of those.
+            load: Selects requests whose prompts run in lanes that decode, if other lanes only run prompts.
         """
         if not self.due:
             return
         for group in self._in_turn() if homes is None else homes:
             home = None if homes is None else homes[group]
+            if load is not None and self._runs_beside_decoding(group, seats, load):
+                yield group
+                continue
             lanes = self._lanes_for(group, seats) if home is None else [home]
             able = [lane for lane in lanes if homes is not None or may_take(lane)]
             if not able:
+                if load is not None and self._only is None:
+                    yield from self._short_ones(group, seats, load)
                 return
             if seats.total >= self._max_sequences:
                 break
@@ -303,16 +314,7 @@ class Admissions:
             if spans is None and able != lanes:
                 return
             if spans is not None:
-                if not self._unskip(group):
-                    self._queue.pop(group)
-                group.lane = lane
-                group.place(spans)
-                last, _ = spans[-1]
-                for completion in group.completions:
-                    self._placement.continue_on(last, completion.worker)
-                self._prefixes.share(group)
-                group.seats = group.holders = len(group.completions)
-                self._residents.update(group)
+                self._admit(group, lane, spans)
                 yield group
             elif not self._skip_and_pass(group):
                 break
@@ -320,6 +322,39 @@ class Admissions:
         self._exhausted = tried == len(self) or seats.total >= self._max_sequences
         if self._may_pass:
             self._passed = self._steps
+
+    def _admit(self, group: Group, lane: int, spans: Sequence[tuple[str, int]]) -> None:
+        """Admit a waiting request to a lane, in the slots that were reserved for it."""
+        if not self._unskip(group):
+            self._queue.pop(group)
+        group.lane = lane
+        group.place(spans)
+        last, _ = spans[-1]
+        for completion in group.completions:
+            self._placement.continue_on(last, completion.worker)
+        self._prefixes.share(group)
+        group.seats = group.holders = len(group.completions)
+        self._residents.update(group)
+
+    def _short_ones(self, first: Group, seats: Seats, load: Load) -> Iterator[Group]:
+        """Yield requests to admit to lanes that decode, of those behind ``first``, which waits until a lane for prompts
+        has room in a step."""
+        for group in self._queue.upcoming(MOST_SHORT):
+            if group is not first and self._runs_beside_decoding(group, seats, load):
+                yield group
+
+    def _runs_beside_decoding(self, group: Group, seats: Seats, load: Load) -> bool:
+        """Admit a request to a lane that decodes, if ``load`` selects one for its prompt and there is room."""
+        lane = load.lane_for(group, self._prefixes.find(group))
+        spans = None
+        if lane is not None:
+            spans = self._room_for(group, lane, self._placement.others(lane), seats)
+        if lane is None or spans is None:
+            load.pass_over(group)
+            return False
+        group.stays, group.replicas = self._placement.in_one_lane, 1
+        self._admit(group, lane, spans)
+        return True
 
     def _lanes_for(self, group: Group, seats: Seats) -> list[int]:
         """Return the lanes to try for a request: the emptiest, or the emptiest of each replica with its own memory.

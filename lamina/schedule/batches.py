@@ -3,7 +3,7 @@
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from lamina.core.requests import Completion, Group, Owner, Rank
@@ -187,6 +187,9 @@ class PromptBatch:
 
     def __len__(self) -> int:
         return len(self._owners)
+
+    def __iter__(self) -> Iterator[Completion]:
+        return iter(self._owners)
 
     def add(self, group: Group, completion: Completion) -> None:
         """Run the tokens that a completion has left."""

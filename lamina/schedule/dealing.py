@@ -13,6 +13,7 @@ from lamina.schedule.lane import Lane, Residents, ran
 from lamina.schedule.limits import Limits
 from lamina.schedule.loongserve import UNBOUNDED, LaneLoad, lane_to_decode
 from lamina.schedule.policy import LanePolicy
+from lamina.schedule.short_prompts import ShortPrompts
 
 MOST_DEALT = 32  # requests that a lane policy looks at each time, besides those that did not fit
 
@@ -99,6 +100,7 @@ class Dealer:
         ready: Readiness,
         pipeline: Pipeline,
         policy: LanePolicy | None,
+        short: ShortPrompts,
     ) -> None:
         """Use all lanes at first. ``lanes`` is extended when lanes are added."""
         self.active = len(lanes)
@@ -113,7 +115,7 @@ class Dealer:
         self._residents = residents
         self._admissions = admissions
         self._ready = ready
-        self._policy = policy
+        self._policy, self._short = policy, short
         self._now = 0.0  # seconds of the clock that ``Turn.plan`` uses
 
     def set_time(self, now: float) -> None:
@@ -131,10 +133,15 @@ class Dealer:
     def deal(self) -> None:
         """Deal waiting requests as the policy says, or else to the emptiest lane, as many as its next step can run.
 
+        If some lanes only run prompts, prompts that would wait there may run in a lane that decodes.
+
         Each lane admits its requests with its next plan.
         """
-        homes = self._homes()
-        for group in self._admissions.deal(self.seats, lambda lane: self._lanes[lane].allowance > 0, homes):
+        homes, seats = self._homes(), self.seats
+        load = None
+        if homes is None and self._pipeline.prefill and self._admissions.due:
+            load = self._short.load(seats.lanes(False), seats.lanes(True), seats.taken, self._pipeline.replicas)
+        for group in self._admissions.deal(seats, lambda lane: self._lanes[lane].allowance > 0, homes, load):
             own = self._lanes[group.lane]
             own.running[group] = own.dealt[group] = None
             own.allowance -= group.to_run

@@ -86,6 +86,11 @@ class Lane:
         return planned
 
     @property
+    def prompts_left(self) -> list[Completion]:
+        """Return the completions with tokens that no planned step runs, also of requests that were only dealt."""
+        return [*self.prompts, *(group.completions[0] for group in self.dealt)]
+
+    @property
     def only_decodes(self) -> bool:
         """Whether sequences decode, and none joins the next step or is released with its plan."""
         waiting = self.dealt or self.prompts or self.prompted or self.prompts_run or self.due or self.chosen

@@ -7,7 +7,7 @@ prediction is fitted to the steps that have run: a constant, a time per prompt r
 token that it attends to.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,9 +37,11 @@ class StepTimes:
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """Record that a step took ``seconds``."""
-        tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
-        pairs = sum(_pairs(chunk.start, len(chunk.tokens)) for chunk in plan.chunks)
-        self.add_sample(tokens, pairs, seconds)
+        self.add_sample(*_work(plan), seconds)
+
+    def of_plan(self, plan: StepPlan) -> float:
+        """Return the predicted seconds of a step."""
+        return self.predict(*_work(plan))
 
     def add_sample(self, tokens: int, pairs: float, seconds: float) -> None:
         if not tokens:
@@ -127,18 +129,34 @@ class Pace:
             most: Most tokens.
             chunks: The lane's own chunks in that step, if the prompts are another lane's.
         """
-        old = self._steps - 2 * len(self._latest)  # lanes whose latest step is older are not in use
-        others = [last for one, last in self._latest.items() if one != lane and last.number > old]
+        others = self._others(lane)
         if not decodes and not any(last.decodes for last in others):
             return most
         bound_s = self._bound_s * (BORROWED if decodes and chunks is not None else 1.0)
+        return self._most(others, bound_s, most, lambda tokens: self._seconds(prompts, tokens, chunks or ()))
+
+    def tokens(self, lane: int, start: int, most: int) -> int:
+        """Return how many tokens of a prompt may run from position ``start`` on in a step of a lane, at most ``most``,
+        beside sequences that decode there."""
+        times = self._times
+        return self._most(
+            self._others(lane), self._bound_s, most, lambda tokens: times.predict(tokens, attended_pairs(start, tokens))
+        )
+
+    def _others(self, lane: int) -> list[_Latest]:
+        """Return the latest steps of the other lanes."""
+        old = self._steps - 2 * len(self._latest)  # lanes whose latest step is older are not in use
+        return [last for one, last in self._latest.items() if one != lane and last.number > old]
+
+    def _most(self, others: Sequence[_Latest], bound_s: float, most: int, seconds: Callable[[int], float]) -> int:
+        """Return the most tokens, at most ``most``, whose step stays within the bound by its predicted ``seconds``."""
         left = MARGIN * bound_s - sum(last.busy_s for last in others) / self.replicas
         reach = int(FURTHER * self._times.most_tokens)
         high = min(most, max(LEAST, reach) if reach else FIRST)
         low = min(LEAST, high)
         while low < high:
             middle = (low + high + 1) // 2
-            if self._seconds(prompts, middle, chunks or ()) <= left:
+            if seconds(middle) <= left:
                 low = middle
             else:
                 high = middle - 1
@@ -148,10 +166,16 @@ class Pace:
         split = [(one.cached, tokens) for one, tokens in prompts.split(budget).items()]
         split += [(chunk.start, len(chunk.tokens)) for chunk in chunks]
         return self._times.predict(
-            sum(tokens for _, tokens in split), sum(_pairs(start, tokens) for start, tokens in split)
+            sum(tokens for _, tokens in split), sum(attended_pairs(start, tokens) for start, tokens in split)
         )
 
 
-def _pairs(start: int, tokens: int) -> float:
+def attended_pairs(start: int, tokens: int) -> float:
     """Return the pairs of a row of a chunk and a token that it attends to."""
     return tokens * (start + (tokens + 1) / 2)
+
+
+def _work(plan: StepPlan) -> tuple[int, float]:
+    """Return the prompt tokens of a step, and their pairs."""
+    chunks = plan.chunks
+    return sum(len(one.tokens) for one in chunks), sum(attended_pairs(one.start, len(one.tokens)) for one in chunks)

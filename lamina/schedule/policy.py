@@ -322,6 +322,12 @@ class WaitingQueue:
         for line in self._lines.values():
             yield from line.firsts()
 
+    def upcoming(self, most: int) -> list[Group]:
+        """Return some waiting requests, at most ``most``: the next of every connection, then those behind them."""
+        return list(
+            itertools.islice(dict.fromkeys(itertools.islice(itertools.chain(self.firsts(), self), 2 * most)), most)
+        )
+
     def pop(self, group: Group) -> None:
         name = group.request.client[self._level]
         self._lines[name].pop(group)

@@ -47,6 +47,7 @@ from lamina.schedule.policy import FIFO, HASTE, Policy, keep_deadlines, rank_of
 from lamina.schedule.prefix_times import PrefixTimes
 from lamina.schedule.recall import Recall
 from lamina.schedule.scratch import Rooms
+from lamina.schedule.short_prompts import ShortPrompts
 from lamina.schedule.suspects import Hold, Holding
 
 
@@ -114,6 +115,7 @@ class Scheduler:
         self._sequences = itertools.count()
         self._steps = itertools.count(1)
         self._prefix_times = PrefixTimes()
+        self._short = ShortPrompts(self._lanes, placement, limits.max_num_batched_tokens, policy.first_share)
         self.prefixes = PrefixCache(placement, self._sequences, prefix_cache, window, self._uses_prefix)
         self._recall = Recall(placement, self.prefixes, window > 0)
         self._residents = Residents(placement, self.prefixes, self._lanes)
@@ -128,6 +130,7 @@ class Scheduler:
             self._ready,
             self._pipeline,
             self.lane_policy,
+            self._short,
         )
         self.moves = Moves(placement, self.prefixes, self._residents, self._lanes, self._sequences, self._admissions)
         self.balancing = None if balance is None else Balancing(balance, self.moves, placement)
@@ -625,11 +628,14 @@ class Scheduler:
 
     def note_prompts(self, plan: StepPlan, busy_s: float, waited_s: float) -> None:
         """Record a completed step with prompt tokens: ``busy_s`` in slices, ``waited_s`` for attention."""
-        self._prefix_times.note_step(plan, busy_s, waited_s)
-        self._times.add_step(plan, busy_s + waited_s)
+        self._short.learn_step(plan, busy_s + waited_s)
+        if self._lanes[plan.lane].role != "decode":  # few prompts run there, beside sequences
+            self._prefix_times.note_step(plan, busy_s, waited_s)
+            self._times.add_step(plan, busy_s + waited_s)
 
     def note_decoding(self, plan: StepPlan, seconds: float) -> None:
         """Record a completed step without prompt tokens that took ``seconds``."""
+        self._short.learn_step(plan, seconds)
         if self.compares_lanes:
             self._times.add_step(plan, seconds)
 

@@ -126,7 +126,7 @@ class Turn:
             step_bound_s: Longest time of a step with decoding sequences, kept by small chunks of prompts.
             balance: Policy that moves KV between memory workers.
         """
-        self._pace = None if step_bound_s is None else Pace(step_bound_s, pipeline.stage_count)
+        self._pace = None if step_bound_s is None else Pace(step_bound_s, pipeline.decoding_stages)
         self.scheduler = Scheduler(
             limits,
             placement,
@@ -189,7 +189,7 @@ class Turn:
     def _follow(self, topology: Topology) -> None:
         self._serves = topology.serves
         if self._pace is not None:
-            self._pace.set_replicas(topology.pipeline.stage_count)
+            self._pace.set_replicas(topology.pipeline.decoding_stages)
         if topology.pipeline != self._pipeline:
             self._pipeline = topology.pipeline
             self._chooser = chooser(self._pipeline)
@@ -243,7 +243,7 @@ class Turn:
         elif plan.decoding.sequences and done.rows:
             latest_s = max(done.busy_s + done.waited_s, done.busy_s * self._sharers(plan.lane))
             self.between_s += (LEARN if self.between_s else 1.0) * (latest_s - self.between_s)
-        if self._pace is not None and done.rows:
+        if self._pace is not None and done.rows and role != "prefill":
             self._pace.on_step_done(plan, done.busy_s, done.waited_s)
         if plan.chunks and done.rows:
             self.scheduler.note_prompts(plan, done.busy_s, done.waited_s)

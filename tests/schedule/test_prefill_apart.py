@@ -1,6 +1,7 @@
-"""Lanes that only run prompts, and lanes that only decode: a request goes from one to the other once."""
+"""Lanes that only run prompts, and lanes that decode: a request goes from one to the other once, or not at all."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -8,7 +9,9 @@ import pytest
 from hypothesis import given
 
 from lamina.core.pipeline import Pipeline
+from lamina.core.requests import Group
 from lamina.core.steps import LAST_DRAWN
+from lamina.schedule.lane import Lane
 from lamina.schedule.limits import Limits
 from tests.support.clusters import Course
 from tests.support.lossy_clusters import LOSSES, Caching
@@ -21,8 +24,24 @@ pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64)
 
 
+class SomeBeside:
+    """Stands for ``Load``: lets the prompt of every third request run in a lane that decodes."""
+
+    def __init__(self, decoding: Sequence[Lane]) -> None:
+        self._decoding = [lane for lane in decoding if lane.allowance > 0]
+
+    def lane_for(self, group: Group, found: Any) -> int | None:
+        if not self._decoding or group.searches or group.arrival % 3 != 1:
+            return None
+        return self._decoding[group.arrival % len(self._decoding)].number
+
+    def pass_over(self, group: Group) -> None:
+        """Delay no request."""
+
+
 class Apart(Caching):
-    """Every second lane runs prompts, as long as there are two compute workers; the others decode."""
+    """Every second lane runs prompts, as long as there are two compute workers; the others decode, and run the prompts
+    of every third request."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -32,6 +51,11 @@ class Apart(Caching):
         self._in_flight = [[] for _ in range(len(self.scheduler._lanes))]
         self._turns = [0] * len(self._in_flight)
         self.handed_over = 0
+        self.scheduler._dealer._short.load = self.load  # type: ignore[method-assign, assignment]
+
+    def load(self, prompts: Sequence[int], decoding: Sequence[int], *_: Any) -> SomeBeside | None:
+        lanes = self.scheduler._lanes
+        return None if lanes[prompts[0]].role == "both" else SomeBeside([lanes[lane] for lane in decoding])
 
     def use_lanes(self, active: int) -> None:
         """A cluster whose replicas have roles uses all its lanes."""
@@ -44,7 +68,6 @@ class Apart(Caching):
         role = self.topology.pipeline.role(lane)
         for plan in self._in_flight[lane][before:]:
             assert not (role == "prefill" and plan.decoding.sequences)
-            assert not (role == "decode" and any(not chunk.start for chunk in plan.chunks))
             self.handed_over += role == "decode" and bool(plan.decoding.sequences)
 
 
