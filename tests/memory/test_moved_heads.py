@@ -1,4 +1,4 @@
-"""Heads of a range of tokens that move to two workers: each gets its own heads, and the source keeps the other tokens."""
+"""Heads of a range of tokens that move to two workers: each gets its own, and the source keeps the other tokens."""
 
 import msgspec
 import numpy as np
