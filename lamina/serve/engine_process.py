@@ -41,7 +41,7 @@ from lamina.launch import Home, launch
 from lamina.models.directory import describe_defaults
 from lamina.observe.progress import loading_progress
 from lamina.output import start_logging
-from lamina.worker.process import exit_with
+from lamina.worker.process import exit_with, no_old_garbage
 
 log = logging.getLogger(__name__)
 
@@ -92,14 +92,18 @@ class EngineProcess:
             self._frontends.on_frontend_exit(frontend)
         try:
             self._workers.tell_supervisor(Serving(self._frontends.bootstrap, describe(engine)))
-            while not self._closing.wait(BEAT_S):
-                if engine.dead is not None:
-                    self._report_death(engine.dead)  # if it died before Frontends was made, nothing else reports it
-                    self._closing.wait(CLOSE_S)
-                    break
+            with no_old_garbage():
+                self._wait_for_end(engine)
         finally:
             engine.close()
             self._frontends.close()
+
+    def _wait_for_end(self, engine: Engine) -> None:
+        while not self._closing.wait(BEAT_S):
+            if engine.dead is not None:
+                self._report_death(engine.dead)  # if it died before Frontends was made, nothing else reports it
+                self._closing.wait(CLOSE_S)
+                return
 
     def _start(self) -> Engine:
         given = self._bootstrap

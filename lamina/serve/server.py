@@ -1,14 +1,12 @@
 """Runs the HTTP server: binds a socket before the model is loaded, and serves on it with uvicorn afterwards."""
 
 import asyncio
-import contextlib
 import errno
 import functools
-import gc
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -24,6 +22,7 @@ from lamina.serve.gate import tls_context
 from lamina.serve.http_errors import first_line
 from lamina.serve.request_log import OncePer
 from lamina.serve.tracing import close, provider_from_environment
+from lamina.worker.process import no_old_garbage
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -183,20 +182,10 @@ async def serve_in_loop(
 ) -> None:
     """Serve in the running event loop. ``owner``: the process to stop the server in; None: this one."""
     server = make_server(engine, on_ready, owner, config)
-    with _no_old_garbage():
+    with no_old_garbage():
         await server.serve(sockets=[listener])
     if server.died is not None:
         raise EngineDeadError(f"the engine has stopped: {first_line(server.died)}. Start the server again")
-
-
-@contextlib.contextmanager
-def _no_old_garbage() -> Iterator[None]:
-    """Collect no garbage among the objects that exist now: a scan stops every answer for a third of a second."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()  # otherwise the exiting interpreter reports frozen objects as leaks
 
 
 def make_server(
