@@ -14,12 +14,16 @@
 namespace lamina::linear {
 namespace {
 
-constexpr int64_t kBytesPerTask = 256 * 1024; // of the weight: long reads, and enough tasks to even out
+constexpr int64_t kCachedBytes = 512 * 1024;       // of rows that stay in a core's cache while panels pass
+constexpr int64_t kTilesCachedBytes = 1024 * 1024; // the same where tiles multiply: these cores have 2 MiB
+constexpr int64_t kBytesPerTask = 256 * 1024;      // of the weight: long reads, and enough tasks to even out
 constexpr int64_t kManyRows = 48;    // beyond these, reading the weight again for each block costs little
 constexpr int64_t kSetStride = 4096; // bytes after which a core's first cache uses the same set again
-constexpr int64_t kSetRows = 7;      // that a set holds beside the weight: most have 8 ways
-constexpr int64_t kLine = 64;        // bytes of a cache line
-constexpr int64_t kGap = 32;         // elements between copied rows: a cache line
+constexpr int64_t kTilesSetStride =
+    2048;                       // the same for the rows of a tile, which share half of the sets then
+constexpr int64_t kSetRows = 7; // that a set holds beside the weight: most have 8 ways
+constexpr int64_t kLine = 64;   // bytes of a cache line
+constexpr int64_t kGap = 32;    // elements between copied rows: a cache line
 
 int64_t panels_of(const Linear &linear) {
     return (linear.outputs + kPanel - 1) / kPanel;
@@ -29,20 +33,24 @@ int64_t tasks_of(const Linear &linear, int64_t panels_per_task) {
     return (panels_of(linear) + panels_per_task - 1) / panels_per_task;
 }
 
-// Whether matrix tiles multiply so many rows, and runs of inputs that fill half of a tile or more.
-bool fits_tiles(const Linear &linear) {
+// Rows from which on tiles are faster than vectors, which multiply bytes eight times as fast as bfloat16.
+constexpr int64_t kFewestTiledPairs = 4;
+constexpr int64_t kFewestTiledQuads = 16;
+
+// Whether matrix tiles multiply: many rows, and runs of inputs that fill half of a tile or more.
+bool uses_tiles(const Linear &linear, attention::Path path) {
     const Codes &codes = linear.codes;
+    const bool quads = codes.x_group > 0;
     const int64_t pairs = (codes.bits == 0 ? linear.inputs : codes.group) / 2;
-    return linear.rows >= (codes.x_group > 0 ? kTileRows : kFewestRows) &&
+    return path == attention::Path::Amx && linear.rows >= (quads ? kFewestTiledQuads : kFewestTiledPairs) &&
            (codes.bits == 0 || codes.group % 2 == 0) &&
-           tile_step(codes.x_group > 0 ? codes.x_group / 4 : pairs) >= kTileWords / 2;
+           tile_step(quads ? codes.x_group / 4 : pairs) >= kTileWords / 2;
 }
 
+// Of products without tiles.
 PanelKernel kernel_for(const Linear &linear, attention::Path path) {
     const bool dense = linear.codes.bits == 0;
 #if defined(__x86_64__)
-    if (path == attention::Path::Amx && fits_tiles(linear))
-        return amx_tiles(dense);
     if (linear.codes.x_group > 0)
         return avx512vnni_quads();
 #endif
@@ -70,8 +78,8 @@ int64_t panel_bytes(const Linear &linear) {
 void multiply_panels(const Linear &linear, attention::Path path, int64_t begin, int64_t end, int64_t first,
                      int64_t last) {
 #if defined(__x86_64__)
-    if (path == attention::Path::Amx && linear.codes.bits > 0 && fits_tiles(linear)) {
-        multiply_amx_codes(linear, begin, end - begin, first, last);
+    if (uses_tiles(linear, path)) {
+        multiply_amx_tiles(linear, begin, end - begin, first, last);
         return;
     }
 #endif
@@ -87,11 +95,11 @@ void multiply_panels(const Linear &linear, attention::Path path, int64_t begin, 
 }
 
 // Whether the rows of a block, which are read side by side, push each other out of the cache.
-bool collide(const Linear &linear, const PanelKernel &kernel) {
+bool collide(const Linear &linear, int64_t block, int64_t set_stride) {
     if (linear.byte_rows)
         return false;
-    const int64_t together = std::min(linear.rows, kernel.most_rows);
-    return together > kSetRows && linear.x_stride * int64_t{sizeof(uint16_t)} % kernel.set_stride == 0;
+    const int64_t together = std::min(linear.rows, block);
+    return together > kSetRows && linear.x_stride * int64_t{sizeof(uint16_t)} % set_stride == 0;
 }
 
 // The memory of ByteRows.
@@ -191,15 +199,17 @@ void multiply(std::span<const Linear> group, int threads, attention::Path path) 
         multiply_byte_rows(group, threads, path);
         return;
     }
-    const PanelKernel kernel = kernel_for(group.front(), path);
-    if (collide(group.front(), kernel)) {
+    const bool tiles = uses_tiles(group.front(), path);
+    const int64_t block = tiles ? kTiledRows : kernel_for(group.front(), path).most_rows;
+    if (collide(group.front(), block, tiles ? kTilesSetStride : kSetStride)) {
         multiply_apart(group, threads, path);
         return;
     }
     const int64_t rows = group.front().rows, inputs = group.front().inputs;
     const int64_t per_task = std::max<int64_t>(1, kBytesPerTask / panel_bytes(group.front()));
-    const int64_t row_bytes = inputs * (group.front().byte_rows ? 1 : 2), step = kernel.chunk_step;
-    const int64_t most = std::max<int64_t>(1, kernel.chunk_bytes / row_bytes / step) * step;
+    const int64_t cached_rows =
+        (tiles ? kTilesCachedBytes : kCachedBytes) / (inputs * (group.front().byte_rows ? 1 : 2));
+    const int64_t most = std::max<int64_t>(1, cached_rows / block) * block;
     const int64_t chunks = (rows + most - 1) / most;
     int64_t tasks = 0;
     for (const Linear &linear : group)

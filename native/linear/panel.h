@@ -34,10 +34,6 @@ struct PanelKernel {
     int64_t many_block; // in one call if there are many rows: fewer, so that less of x competes for the cache
     // Rows [first_row, first_row + rows) of task.x times panel number `panel`, into their rows of task.out.
     void (*multiply)(const Linear &task, int64_t first_row, int64_t rows, int64_t panel);
-    int64_t chunk_step = most_rows; // rows of a chunk are a multiple of it
-    int64_t chunk_bytes =
-        512 * 1024;            // of the rows of a chunk, which stay in a core's cache while panels pass
-    int64_t set_stride = 4096; // bytes between rows that push each other out of the first cache
 };
 
 // Of a weight in bfloat16.

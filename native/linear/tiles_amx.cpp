@@ -1,5 +1,5 @@
-// Two tiles of rows times two of outputs: up to 32 rows of x times a panel. A panel's pairs of bfloat16, and
-// its quads of 8 bits, lie as a tile holds them; other codes are widened, once for all rows of a call.
+// Two tiles of rows times two of outputs: 32 rows of x times a panel at once. A panel's pairs of bfloat16,
+// and its quads of 8 bits, lie as a tile holds them; other codes are widened once for all rows of a call.
 #include "codes_avx512.h"
 #include "quads.h"
 #include "tiles.h"
@@ -10,17 +10,12 @@
 namespace lamina::linear {
 namespace {
 
-constexpr int64_t kMostRows = 2 * kTileRows;
-constexpr int64_t kDenseRows = 256;          // of x, whose sums are kept while parts of a panel pass
-constexpr int64_t kPartWords = 128;          // of a panel, which stay in a core's first cache while rows pass
-constexpr int64_t kPartedWords = 512;        // of a panel at most, whose sums cost less than reading it again
-constexpr int64_t kDenseBytes = 768 * 1024;  // of x, for which reading a panel again costs less
-constexpr int64_t kCodesBytes = 1024 * 1024; // of x, if the weight is codes: half of the core's second cache
-constexpr int64_t kAhead = 16 * 1024;        // bytes of codes prefetched before they are needed
-constexpr int64_t kLine = 64;                // bytes of a cache line
-constexpr int64_t kWord = 4;                 // bytes of a pair or a quad
+constexpr int64_t kWord = 4;                   // bytes of a pair or a quad
 constexpr int64_t kPanelWord = kPanel * kWord; // bytes of a panel's pairs or quads of the same inputs
-using Sums = float[kMostRows][kPanel];         // with quads, of int32
+constexpr int64_t kAhead = 16 * 1024;          // bytes of the weight prefetched before they are needed
+constexpr int64_t kLine = 64;                  // bytes of a cache line
+constexpr int kDense = 16;                     // bits of a weight that has no codes
+using Sums = float[kTiledRows][kPanel];        // with quads, of int32
 
 // Tiles 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 the halves of a panel.
 struct alignas(64) TileShapes {
@@ -51,12 +46,6 @@ template <int TILE> void load_tile(const uint8_t *from, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(TILE) : "memory");
 }
 
-// Loads a row of tiles of sums.
-template <int FIRST> void load_sums(const float *sums) {
-    load_tile<FIRST>(reinterpret_cast<const uint8_t *>(sums), kPanelWord);
-    load_tile<FIRST + 1>(reinterpret_cast<const uint8_t *>(sums + kPanel / 2), kPanelWord);
-}
-
 template <bool QUADS, int SUMS, int X, int WEIGHT> void multiply_tiles() {
     if constexpr (QUADS)
         asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(X), "i"(WEIGHT));
@@ -64,26 +53,35 @@ template <bool QUADS, int SUMS, int X, int WEIGHT> void multiply_tiles() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(X), "i"(WEIGHT));
 }
 
+// Prefetches what is read and written later, a part of it with each step.
+struct Ahead {
+    const uint8_t *weight, *weight_end; // `weight_end` advances
+    int64_t weight_bytes;               // in each step
+    const uint16_t *out;                // a row's results
+    int64_t out_stride, out_rows;       // rows that are left
+    int64_t out_each;                   // rows in each step
+    void step() {
+        for (weight_end += weight_bytes; weight < weight_end; weight += kLine)
+            _mm_prefetch(reinterpret_cast<const char *>(weight), _MM_HINT_T1);
+        for (int64_t i = 0; i < out_each && out_rows > 0; ++i, --out_rows, out += out_stride)
+            asm volatile("prefetchw %0" ::"m"(*out));
+    }
+};
+
 // Sums up `words` words of each row of x times those of a panel, of which next() returns `step` at a time.
-// `adds`: to what the sums are.
 template <bool QUADS, class Next>
 void sum_words(const uint8_t *x, int64_t x_stride, int64_t rows, int64_t words, int64_t step, Next next,
-               float (*sums)[kPanel], bool adds = false) {
+               Ahead &ahead, Sums &sums) {
     const uint8_t *second = x + kTileRows * x_stride;
     const bool two = rows > kTileRows;
-    if (adds) {
-        load_sums<0>(sums[0]);
-        if (two)
-            load_sums<2>(sums[kTileRows]);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        if (two) {
-            _tile_zero(2);
-            _tile_zero(3);
-        }
+    _tile_zero(0);
+    _tile_zero(1);
+    if (two) {
+        _tile_zero(2);
+        _tile_zero(3);
     }
     for (int64_t w = 0; w < words; w += step, x += step * kWord, second += step * kWord) {
+        ahead.step();
         const uint8_t *weight = next();
         load_tile<6>(weight, kPanelWord);
         load_tile<7>(weight + kPanelWord / 2, kPanelWord);
@@ -103,43 +101,6 @@ void sum_words(const uint8_t *x, int64_t x_stride, int64_t rows, int64_t words, 
         _tile_stored(3, sums[kTileRows] + kPanel / 2, kPanelWord);
     }
 }
-
-void multiply_pairs(const Linear &task, int64_t first_row, int64_t rows, int64_t panel) {
-    const int64_t words = task.inputs / 2, step = tile_step(words),
-                  part = rows > kMostRows && words <= kPartedWords ? kPartWords / step * step : words,
-                  x_stride = task.x_stride * int64_t{sizeof *task.x};
-    const uint8_t *weights = static_cast<const uint8_t *>(task.packed) + panel * words * kPanelWord;
-    const auto *x = reinterpret_cast<const uint8_t *>(task.x + first_row * task.x_stride);
-    alignas(64) float sums[kDenseRows][kPanel];
-    int64_t shaped = 0;
-    for (int64_t word = 0; word < words; word += part)
-        for (int64_t row = 0; row < rows; row += kMostRows) {
-            const int64_t some = std::min(kMostRows, rows - row);
-            if (std::exchange(shaped, some) != some)
-                set_shapes(some, step);
-            const uint8_t *weight = weights + word * kPanelWord;
-            const auto next = [&] { return std::exchange(weight, weight + step * kPanelWord); };
-            sum_words<false>(x + row * x_stride + word * kWord, x_stride, some, std::min(part, words - word),
-                             step, next, sums + row, word > 0);
-        }
-    _tile_release();
-    store_totals(task, first_row, rows, panel, sums);
-}
-
-// Prefetches what is read and written later, a part of it with each step.
-struct Ahead {
-    const uint8_t *weight, *weight_end; // `weight_end` advances
-    int64_t weight_bytes;               // in each step
-    const uint16_t *out;                // a row's results
-    int64_t out_stride, out_rows;       // rows that are left
-    int64_t out_each;                   // rows in each step
-    void step() {
-        for (weight_end += weight_bytes; weight < weight_end; weight += kLine)
-            _mm_prefetch(reinterpret_cast<const char *>(weight), _MM_HINT_T1);
-        for (int64_t i = 0; i < out_each && out_rows > 0; ++i, --out_rows, out += out_stride)
-            asm volatile("prefetchw %0" ::"m"(*out));
-    }
-};
 
 // Codes 0 to 15 less 8, in bfloat16, twice: bits above a code's four do not matter.
 __m512i codes_less_eight() {
@@ -192,13 +153,14 @@ uint8_t *words_buffer(int64_t bytes) {
     return buffer.get();
 }
 
-// Some rows of x times panels of one weight held as codes.
-template <bool QUADS, int BITS> class TiledCodes {
+// Some rows of x times panels of one weight.
+template <bool QUADS, int BITS> class TiledRows {
 public:
-    TiledCodes(const Linear &task, int64_t first_row, int64_t rows)
-        : task_(task), first_row_(first_row), rows_(rows),
-          size_(QUADS ? task.codes.x_group : task.codes.group), groups_(task.inputs / size_),
-          words_(size_ / kInputs), step_(tile_step(words_)),
+    TiledRows(const Linear &task, int64_t first_row, int64_t rows)
+        : task_(task), first_row_(first_row), rows_(rows), size_(BITS == kDense ? task.inputs
+                                                                 : QUADS        ? task.codes.x_group
+                                                                                : task.codes.group),
+          groups_(task.inputs / size_), words_(size_ / kInputs), step_(tile_step(words_)),
           stride_(QUADS ? task.byte_rows->stride : task.x_stride * int64_t{sizeof *task.x}),
           x_((QUADS ? reinterpret_cast<const uint8_t *>(task.byte_rows->values)
                     : reinterpret_cast<const uint8_t *>(task.x)) +
@@ -206,7 +168,7 @@ public:
           sums_of_x_(!QUADS && task.codes.zeros ? sum_all_groups(task, first_row, rows) : nullptr) {}
 
     void multiply(int64_t panel) {
-        const int64_t blocks = (rows_ + kMostRows - 1) / kMostRows;
+        const int64_t blocks = (rows_ + kTiledRows - 1) / kTiledRows;
         const uint8_t *weight = static_cast<const uint8_t *>(task_.packed) + panel * panel_bytes();
         if constexpr (kLiesAsTiles) {
             multiply_blocks(panel, weight + (blocks > 1 ? panel_bytes() : kAhead),
@@ -224,7 +186,7 @@ public:
     }
 
 private:
-    static constexpr bool kLiesAsTiles = QUADS && BITS == 8;
+    static constexpr bool kLiesAsTiles = BITS == kDense || (QUADS && BITS == 8);
     static constexpr int64_t kInputs = QUADS ? 4 : 2; // of a word
 
     // The products of rows [row, row + rows) of x_ with one group.
@@ -246,12 +208,12 @@ private:
 
     // words_at(word): the panel's words from there on. `next`: what is prefetched of the weight meanwhile.
     template <class WordsAt> void multiply_blocks(int64_t panel, const uint8_t *next, WordsAt words_at) {
-        const int64_t blocks = (rows_ + kMostRows - 1) / kMostRows, steps = task_.inputs / kInputs / step_;
-        Ahead ahead{next,          next, panel_bytes() / steps / blocks, nullptr,
-                    task_.outputs, 0,    (kMostRows + steps - 1) / steps};
+        const int64_t blocks = (rows_ + kTiledRows - 1) / kTiledRows, steps = task_.inputs / kInputs / step_;
+        Ahead ahead{next,          next, panel_bytes() / steps / blocks,  nullptr,
+                    task_.outputs, 0,    (kTiledRows + steps - 1) / steps};
         Part last{}; // is scaled while tiles multiply the next one
-        for (int64_t row = 0; row < rows_; row += kMostRows) {
-            const int64_t rows = std::min(rows_ - row, kMostRows);
+        for (int64_t row = 0; row < rows_; row += kTiledRows) {
+            const int64_t rows = std::min(rows_ - row, kTiledRows);
             if (rows != shaped_)
                 set_shapes(shaped_ = rows, step_);
             ahead.out = task_.out + (first_row_ + row) * task_.outputs + panel * kPanel;
@@ -261,11 +223,7 @@ private:
                 const Part part{row, rows, group, last.sums == &sums_[0] ? &sums_[1] : &sums_[0]};
                 sum_words<QUADS>(
                     x_ + row * stride_ + word * kWord, stride_, rows, words_, step_,
-                    [&] {
-                        ahead.step();
-                        return words_at(std::exchange(word, word + step_));
-                    },
-                    *part.sums);
+                    [&] { return words_at(std::exchange(word, word + step_)); }, ahead, *part.sums);
                 if (last.sums)
                     finish(panel, last);
                 last = part;
@@ -275,11 +233,15 @@ private:
     }
 
     void finish(int64_t panel, const Part &part) {
-        if (part.group == 0)
-            std::memset(totals_, 0, sizeof totals_);
-        add_group(panel, part);
-        if (part.group == groups_ - 1)
-            store_totals(task_, first_row_ + part.row, part.rows, panel, totals_);
+        if constexpr (BITS == kDense) {
+            store_totals(task_, first_row_ + part.row, part.rows, panel, *part.sums);
+        } else {
+            if (part.group == 0)
+                std::memset(totals_, 0, sizeof totals_);
+            add_group(panel, part);
+            if (part.group == groups_ - 1)
+                store_totals(task_, first_row_ + part.row, part.rows, panel, totals_);
+        }
     }
 
     // Adds the sums of one group of x, scaled, to totals_.
@@ -349,31 +311,22 @@ private:
 };
 
 template <bool QUADS, int BITS>
-void multiply_codes(const Linear &task, int64_t first_row, int64_t rows, int64_t first, int64_t last) {
-    TiledCodes<QUADS, BITS> tiled(task, first_row, rows);
+void multiply_panels(const Linear &task, int64_t first_row, int64_t rows, int64_t first, int64_t last) {
+    TiledRows<QUADS, BITS> tiled(task, first_row, rows);
     for (int64_t panel = first; panel < last; ++panel)
         tiled.multiply(panel);
     _tile_release();
 }
 
-void multiply_panel_of_codes(const Linear &task, int64_t first_row, int64_t rows, int64_t panel) {
-    multiply_amx_codes(task, first_row, rows, panel, panel + 1);
-}
-
 } // namespace
 
-void multiply_amx_codes(const Linear &task, int64_t first_row, int64_t rows, int64_t first, int64_t last) {
+void multiply_amx_tiles(const Linear &task, int64_t first_row, int64_t rows, int64_t first, int64_t last) {
     const bool quads = task.codes.x_group > 0, bytes = task.codes.bits == 8;
-    const auto multiply = quads   ? (bytes ? multiply_codes<true, 8> : multiply_codes<true, 4>)
-                          : bytes ? multiply_codes<false, 8>
-                                  : multiply_codes<false, 4>;
+    const auto multiply = task.codes.bits == 0 ? multiply_panels<false, kDense>
+                          : quads              ? (bytes ? multiply_panels<true, 8> : multiply_panels<true, 4>)
+                          : bytes              ? multiply_panels<false, 8>
+                                               : multiply_panels<false, 4>;
     multiply(task, first_row, rows, first, last);
-}
-
-PanelKernel amx_tiles(bool dense) {
-    if (dense)
-        return {kDenseRows, kDenseRows, multiply_pairs, kMostRows, kDenseBytes, 2048};
-    return {kMostRows, kMostRows, multiply_panel_of_codes, kMostRows, kCodesBytes};
 }
 
 } // namespace lamina::linear
