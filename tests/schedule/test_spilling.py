@@ -15,7 +15,7 @@ from lamina.core.steps import Fetch, Spill, StepPlan
 from lamina.kv import disk as spill
 from lamina.kv import prefix_cache
 from lamina.kv.disk import keys_of
-from lamina.kv.disk_blocks import Blocks
+from lamina.kv.disk_blocks import Blocks, PlaceBlocks
 from lamina.kv.placement import AHEAD
 from lamina.schedule.admission import SHARE
 from lamina.schedule.moves import Range
@@ -240,6 +240,20 @@ def test_a_disk_gives_up_what_was_used_longest_ago_and_nothing_that_is_being_rea
     assert len(disk.allocate_blocks(3)) == 2 and keys[0] in disk
     disk.unpin(pinned)
     assert disk.allocate_blocks(1) == pinned and not len(disk)
+
+
+def test_tokens_are_on_disk_if_every_worker_of_a_place_has_its_heads() -> None:
+    small, large, keys = Blocks(2), Blocks(6), [bytes([number]) for number in range(3)]
+    place = PlaceBlocks({"small": (small, range(1)), "large": (large, range(1, 3))})
+    for number, key in enumerate(keys):
+        count, blocks = place.allocate_blocks(1)
+        assert count == 1 and {worker: len(own) for worker, own in blocks.items()} == {"small": 1, "large": 2}
+        place.record_written([key], [Spill(number, worker, 0, [0], own) for worker, own in blocks.items()])
+    assert (keys[0], range(1, 3)) in large and [key in place for key in keys] == [False, True, True]
+    assert place.count_kept(keys, 0) == 0 and place.count_kept(keys, 1) == 2
+    assert {worker: len(own) for worker, own in place.pin(keys[1:]).items()} == {"small": 2, "large": 4}
+    assert place.allocate_blocks(1) == (0, {"small": [], "large": []})
+    assert len(large.allocate_blocks(3)) == 2, "those of the key that the small disk has given up are free again"
 
 
 def test_keys_of_blocks_depend_on_all_tokens_before_and_on_the_salt() -> None:
