@@ -6,9 +6,10 @@ They are not refused, since workers may join later. What can never have an effec
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lamina.cluster.degrees import replicas
+from lamina.cluster.degrees import replicas, shapes
 from lamina.cluster.pool import LOCAL, parse_bounds, size
 from lamina.config.engine_config import EngineConfig
+from lamina.core.topology import Pool
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ def idle_settings(config: EngineConfig, computes: Sequence[str], memories: Seque
     places = _places(config, len(computes), memories)
     if places == 1:
         yield from _of_one_place(config)
+    elif LOCAL in memories and config.balance not in ("auto", "off") and _moving(config, len(computes), memories) < 2:
+        yield IdleSetting(
+            f"balance {config.balance}",
+            "KV does not move between replicas of stages",
+            "give --memory cpu:2, or leave it out",
+        )
     if config.prompt_attention == "memory" and set(memories) == {LOCAL} and not size(config.prefill):
         yield IdleSetting(
             "prompt_attention memory",
@@ -51,17 +58,27 @@ def idle_settings(config: EngineConfig, computes: Sequence[str], memories: Seque
 def _places(config: EngineConfig, computes: int, memories: Sequence[str]) -> int:
     """Return the number of workers over which the KV of one request can be, with those that autoscaling may add.
 
-    The local memory of several replicas counts as one place, unless they attend for each other. Replicas that only run
-    prompts hold no KV.
+    Replicas that only run prompts hold no KV in their local memory.
     """
-    bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
-    workers = max(sum(kind != LOCAL for kind in memories), bounds.get("memory", (0, 0))[1])
+    bounds, workers = _bounds(config), _memory_workers(config, memories)
     if LOCAL not in memories:
         return workers
     made = replicas(config, max(computes, size(config.prefill) + bounds.get("compute", (0, 0))[1]))
-    if made.most_stages > 1:
-        return workers + 1
     return workers + (made.count if "prefill" in bounds else made.decode)
+
+
+def _moving(config: EngineConfig, computes: int, memories: Sequence[str]) -> int:
+    """Return the number of those workers between which KV may move."""
+    stages = max(shape.stages for shape in shapes(config))
+    return _memory_workers(config, memories) if stages > 1 else _places(config, computes, memories)
+
+
+def _memory_workers(config: EngineConfig, memories: Sequence[str]) -> int:
+    return max(sum(kind != LOCAL for kind in memories), _bounds(config).get("memory", (0, 0))[1])
+
+
+def _bounds(config: EngineConfig) -> dict[Pool, tuple[int, int]]:
+    return {} if config.autoscale is None else parse_bounds(config.autoscale)
 
 
 def _of_one_place(config: EngineConfig) -> Iterator[IdleSetting]:

@@ -259,26 +259,17 @@ def _of_machines(config: EngineConfig) -> Iterator[Refusal]:
             )
 
 
-KEEP_ROLE = (
-    "with local memory, replicas of stages and tensor-parallel replicas on GPUs keep their role, since only those that "
-    "decode hold KV"
-)
+KEEP_ROLE = "with local memory, tensor-parallel replicas on GPUs keep their role, since only those that decode hold KV"
 
 
 def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> Iterator[Refusal]:
     given, made = f"memory {','.join(memories)}", replicas(config, len(computes))
-    stages, ranks = made.most_stages, made.most_ranks
+    ranks = made.most_ranks
     if made.early != made.late:
         yield Refusal(
             f"{given}, prefill {config.prefill} and compute {config.compute}",
             "replicas with local memory get the K and V of prompts from the same ranks and stages of other replicas",
             "give both pools the same degrees, or use memory workers, such as --memory cpu:1",
-        )
-    if stages > 1 and (size(config.prefill) or "prefill" in _bounds(config)):
-        yield Refusal(
-            f"{given}, pipeline_parallel {stages} and prefill {config.prefill or config.autoscale}",
-            "stages attend to the local memory of their own replica, so that a request decodes where its prompt runs",
-            "use memory workers, such as --memory cpu:1",
         )
     if made.count > 1 and config.pipelining == "rotational":
         yield Refusal(

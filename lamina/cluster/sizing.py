@@ -423,10 +423,8 @@ def with_lending(order: Pipeline, kinds: Collection[str]) -> Pipeline:
     """Return the pipeline of replicas with local memory, which attend for each other, or one way only.
 
     The ranks of a replica on GPUs wait for each other in sums, where they serve no request. They may attend for
-    replicas that never attend for them. Replicas of stages do not attend for each other.
+    replicas that never attend for them.
     """
-    if order.most_stages > 1:
-        return order
     both = order.most_ranks == 1 or set(kinds) <= {CPU}
     apart = order.prefill > 0
     return dataclasses.replace(order, lends=both or apart, one_way=apart and not both)

@@ -39,12 +39,18 @@ from lamina.splitter.parts import ONLY, Rank
 
 @dataclass(frozen=True)
 class RemoteShare:
-    """The part of a step whose attention one memory worker computes, or a compute worker that lends its memory."""
+    """The part of a step whose attention one memory worker computes, or a compute worker that lends its memory.
+
+    Attributes:
+        lane: Lane of the requests.
+        former: The worker that replies to the requests of the stage before.
+    """
 
     channel: Channel
     rows: MessageRows
     pieces: tuple[Piece, ...]
-    lane: int  # of its requests
+    lane: int
+    former: str
 
     @functools.cached_property
     def is_whole(self) -> bool:
@@ -69,7 +75,7 @@ class StepExchange:
     Tensors have ``rows`` rows, at least as many as the plan has tokens; the rest are padding and attend to nothing.
 
     Attributes:
-        peers: names of the memory workers that reply to every attention.
+        peers: names of the workers that get a request for every attention.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class StepExchange:
         rank: Rank = ONLY,
         scratch: ScratchShare | None = None,
         door: int | None = None,
+        lenders: Mapping[str, tuple[str, str]] | None = None,
     ) -> None:
         """Plan the exchange.
 
@@ -100,8 +107,9 @@ class StepExchange:
             rank: this worker's place in the replica. Tensors have its heads only.
             scratch: the step's prompts in this worker's scratch memory.
             door: lane of the requests, ``Pipeline.door`` of this rank; None: the plan's lane.
+            lenders: the workers with local memory of other replicas, ``Replica.lenders``.
         """
-        self.rows = rows
+        self.rows, lenders = rows, lenders or {}
         self._shards = own = shards.of_rank(rank.count)
         self._carrier = carrier
         self._mail = mail
@@ -119,14 +127,14 @@ class StepExchange:
         workers = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
         workers = [worker for worker in workers if share is None or worker != share.worker]
         messages = {worker: message_rows(plan, segments, worker, shards, rank.number, rank.count) for worker in workers}
-        self._remotes = [
-            RemoteShare(mail.channels[worker], message, pieces(message, Overlap()), lane + LENT)
-            if worker in mail.lenders
-            else RemoteShare(mail.channels[worker], message, pieces(message, overlap), lane)
-            for worker, message in messages.items()
-            if not message.empty
-        ]
+        self._remotes = list[RemoteShare]()
+        for worker, message in messages.items():
+            if not message.empty:
+                near, former = lenders.get(worker, (worker, worker))
+                to, cut = (lane + LENT, Overlap()) if worker in lenders else (lane, overlap)
+                self._remotes.append(RemoteShare(mail.channels[near], message, pieces(message, cut), to, former))
         self.peers = [remote.channel.name for remote in self._remotes]
+        self._former_peers = [remote.former for remote in self._remotes]
         self._sizes: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # by shape of heads
         self._unread: list[Arrival] = []  # replies that the device may still read
         here = [] if self._chunks is None else [_shards_of(self._chunks.rows, own.count)]
@@ -147,6 +155,10 @@ class StepExchange:
                 here_parts=here_parts,
             )
         )
+
+    def repliers(self, moved: bool) -> list[str]:
+        """Return the workers that reply to an attention. ``moved``: whether the stage before has sent the requests."""
+        return self._former_peers if moved else self.peers
 
     @property
     def local_rows(self) -> int:
@@ -277,16 +289,24 @@ class StepExchange:
         q, k, v = arrays
         return q[:total], k[:total], v[:total]
 
-    def gather(self, spec: AttentionSpec, chunks: Partial | None, sinks: Floats | None) -> torch.Tensor:
+    def gather(
+        self, spec: AttentionSpec, chunks: Partial | None, sinks: Floats | None, moved: bool = False
+    ) -> torch.Tensor:
         """Merge ``chunks``, the partial of ``attend_here`` and the replies, which must all have arrived.
+
+        ``moved`` is that of ``repliers``.
 
         Returns attention out [rows, Hq, Dv]. The next call for the same numbers and sizes of heads overwrites it.
         """
-        arrivals = [self._mail.pop_message(self._lane, remote.channel.name) for remote in self._remotes]
+        arrivals = [self._mail.pop_message(self._lane, peer) for peer in self.repliers(moved)]
         local = [] if self._chunks is None or chunks is None else [chunks]
         if self._share_partial is not None:
             local.append(self._share_partial)
-        replies = [(arrival.slot, arrival.whole) for arrival in arrivals]
+        # The device keeps views of slots, which are those of ``peers``.
+        replies = [
+            (one.slot if one.channel.name == peer else -1, one.whole)
+            for one, peer in zip(arrivals, self.peers, strict=True)
+        ]
         out = self._transfers.merged(spec, local, replies, sinks)
         self._unread = arrivals
         if not self._transfers.lingers:

@@ -44,9 +44,9 @@ class Lender:
         links: Links,
         connect: Connect,
     ) -> None:
-        self._control, self._mail, self._lanes, self._links = control, mail, lanes, links
+        self._control, self._mail, self._lanes, self._links, self._store = control, mail, lanes, links, store
 
-        holders = [*connect.memories, *connect.computes] if connect.pipeline.spreads else []
+        holders = [*connect.memories, *connect.computes] if connect.pipeline.moves_local else []
         self._moves = KvMoves(
             store,
             puller,
@@ -97,10 +97,12 @@ class Lender:
     def apply_plan(self, plan: StepPlan, steps: Sequence[StepTables] = ()) -> None:
         """Begin and end what a plan says that moves, after the store has applied the plan.
 
-        ``steps``: the parts of another replica's step in this worker's memory, by rank.
+        ``steps``: the parts of another replica's step in this worker's memory, by rank. A stage without attention has
+        such parts, but gets no requests for them.
         """
         self._moves.apply(plan)
-        self._serving.add_steps(steps)
+        if self._store.watermarks.layers:
+            self._serving.add_steps(steps)
 
     def end_moves(self, sequences: Sequence[int]) -> None:
         """End the moves of sequences, after the store has forgotten them."""
@@ -115,7 +117,7 @@ class Lender:
 
     def set_members(self, topology: Topology) -> None:
         """Serve the replicas of ``topology``, after ``Mail.change_members``."""
-        holders = [*topology.memories, *topology.computes] if topology.pipeline.spreads else []
+        holders = [*topology.memories, *topology.computes] if topology.pipeline.moves_local else []
         self._moves.change(self._links.leases_of(holders))
         self._serving.set_members(self._mail.channels, topology.pipeline, topology.computes)
 

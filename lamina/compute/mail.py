@@ -40,7 +40,7 @@ class Mail:
         channels: Channels by peer.
         landing_nbytes: Most bytes of one fetch.
         missing: By lane, the peers whose messages its next slice still waits for.
-        lenders: Compute workers whose local memory may hold KV of this worker's steps.
+        lenders: Compute workers of other replicas that request attention here, or reply to such requests.
         requests: Requests of other replicas that have arrived, oldest first.
     """
 
@@ -83,15 +83,15 @@ class Mail:
         for peer in peers:
             self._fetcher.forget(peer)
 
-    def change_members(self, topology: Topology, new: Mapping[str, Channel]) -> None:
-        """Replace the members by those of ``topology``. ``new``: channels to workers that join.
+    def change_members(self, topology: Topology, new: Mapping[str, Channel], lenders: Collection[str]) -> None:
+        """Replace the members by those of ``topology``, and ``lenders``. ``new``: channels to workers that join.
 
         No message from or to a worker that has left may be in flight, but for pieces of moves that have ended.
         """
         self._fetcher.drop_queued(topology.names)
         kept = {name: channel for name, channel in self.channels.items() if name in topology.names}
         self.channels = {**kept, **new}
-        self.lenders = frozenset(topology.computes) & self.channels.keys() if topology.pipeline.lends else frozenset()
+        self.lenders = frozenset(lenders) & self.channels.keys()
 
     def expect(self, lane: int, peers: Collection[str] | None) -> None:
         """Set the peers whose messages a lane's next slice needs; None: the lane has no slice to run."""

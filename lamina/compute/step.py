@@ -33,6 +33,8 @@ class Replica:
     Attributes:
         number: Number of this worker's stage, see ``Pipeline.stage``.
         names: By stage, the compute worker with the same rank as this worker; "" for stages of fewer ranks.
+        lenders: By name of local memory of another replica, the workers there that have K and V of this stage's layers,
+            and of those of the stage before; "" if there is none.
         pipeline: Order in which stages run slices.
         runner: Runs this worker's slices.
         timeline: Records spans.
@@ -41,6 +43,7 @@ class Replica:
 
     number: int
     names: tuple[str, ...]
+    lenders: Mapping[str, tuple[str, str]]
     pipeline: Pipeline
     runner: Runner
     timeline: Timeline
@@ -50,12 +53,14 @@ class Replica:
     def linked(cls, connect: Connect, own: str, runner: Runner, timeline: Timeline, sums: Sums) -> "Replica":
         """Return the context of the first epoch of a worker. ``own``: its name."""
         number, names = _alike(connect.computes, connect.pipeline, own)
-        return cls(number, names, connect.pipeline, runner, timeline, sums)
+        lenders = _lenders(connect.computes, connect.pipeline, own)
+        return cls(number, names, lenders, connect.pipeline, runner, timeline, sums)
 
     def within(self, topology: Topology, own: str) -> "Replica":
         """Return a copy for the members of ``topology``. ``own``: this worker's name."""
         number, names = _alike(topology.computes, topology.pipeline, own)
-        return dataclasses.replace(self, number=number, names=names, pipeline=topology.pipeline)
+        lenders = _lenders(topology.computes, topology.pipeline, own)
+        return dataclasses.replace(self, number=number, names=names, lenders=lenders, pipeline=topology.pipeline)
 
     @property
     def is_staged(self) -> bool:
@@ -63,9 +68,19 @@ class Replica:
         return self.shape.stages > 1
 
     @property
+    def others(self) -> frozenset[str]:
+        """The workers of ``lenders``."""
+        return frozenset(name for names in self.lenders.values() for name in names if name)
+
+    @property
     def shape(self) -> Shape:
         """The shape of this worker's replica."""
         return self.pipeline.shapes[self.number >= self.pipeline.prefill * self.pipeline.shapes[0].stages]
+
+    def runs(self, plan: StepPlan) -> bool:
+        """Return whether this worker's replica runs the first slice of the plan's step."""
+        first = self.pipeline.stage(plan.lane, plan.turn, 0, plan.rotates)
+        return first <= self.number < first + self.shape.stages
 
     def begins(self, plan: StepPlan) -> bool:
         """Return whether this worker runs the first slice of the plan's step."""
@@ -80,6 +95,19 @@ def _alike(computes: Sequence[str], pipeline: Pipeline, own: str) -> tuple[int, 
         if other - pipeline.ranks_at(other).start == rank:
             by_stage[pipeline.stage_at(other)] = name
     return pipeline.stage_at(number), tuple(by_stage.get(stage, "") for stage in range(pipeline.stage_count))
+
+
+def _lenders(computes: Sequence[str], pipeline: Pipeline, own: str) -> dict[str, tuple[str, str]]:
+    """Return ``Replica.lenders`` of compute worker ``own``."""
+    if not pipeline.lends:
+        return {}
+    number, holders, found = computes.index(own), pipeline.holders(computes), dict[str, tuple[str, str]]()
+    place, rank = pipeline.place(number), number - pipeline.ranks_at(number).start
+    for replica in set(range(pipeline.replicas)) - {pipeline.replica_at(number)}:
+        home = computes[pipeline.workers_in(replica).start + rank]
+        stages = holders.get(home, (home,))
+        found[home] = stages[place], stages[place - 1] if place else ""
+    return found
 
 
 class StepRun:
@@ -168,7 +196,7 @@ class StepRun:
             return [self._former] if self._follows else []
         if self.index < 0 or self._leaves:
             return []
-        return [*self._exchange.peers, *([self._former] if self.moved_here else [])]
+        return [*self._exchange.repliers(self.moved_here), *([self._former] if self.moved_here else [])]
 
     @property
     def is_pending(self) -> bool:
@@ -251,7 +279,7 @@ class StepRun:
     def _gather(self, index: int) -> torch.Tensor:
         begun = self._timeline.now()
         spec, sinks = self._runner.attentions[index - 1], self._runner.sinks[index - 1]
-        attention = self._exchange.gather(spec, self._chunks, sinks)
+        attention = self._exchange.gather(spec, self._chunks, sinks, self.moved_here)
         self._timeline.record_span("receive", self.plan.lane, begun)
         return attention
 

@@ -101,7 +101,7 @@ class ComputeWorker(WorkerLoop):
         announces = len(own) > 1 and connect.pipeline.announces
         self._order = order = SliceOrder(links, among_ranks, own) if announces else None
         may_run = None if order is None and not may_wait else self._may_run
-        leased, lenders = (links.fetch, links.arena, links.plan), set(names) & channels.keys() if lends else ()
+        leased, lenders = (links.fetch, links.arena, links.plan), self._replica.others & channels.keys()
         puller = Puller(*leased, memory.store) if memory is not None and lends else None
         self._mail = Mail(links.hub, channels, puller or Fetcher(*leased), may_run, lenders)
         self._lanes = Lanes(self._mail, self._wait, order, lanes)
@@ -236,11 +236,11 @@ class ComputeWorker(WorkerLoop):
         joined = {name: self._links.channel(name) for name in new}
         self._slots.unmap_others(topology.names)
         self._slots.register_channels(joined.values())
-        self._mail.change_members(topology, joined)
+        self._replica = self._replica.within(topology, own)
+        self._mail.change_members(topology, joined, self._replica.others)
         if self._lender is not None:
             self._lender.set_members(topology)
         self._lanes.extend(topology.pipeline.lanes)
-        self._replica = self._replica.within(topology, own)
 
     def _run_slice(self, lane: Lane) -> None:
         step = lane.steps[0]
@@ -378,7 +378,7 @@ class ComputeWorker(WorkerLoop):
         check_placements(plan, self._shards)
         if self._scratch is not None:
             self._scratch.store.release(plan.released)
-        if self._lender is not None and self._memory is not None and not self._replica.begins(plan):
+        if self._lender is not None and self._memory is not None and not self._replica.runs(plan):
             self._lender.apply_plan(plan, self._memory.store.apply(plan))
             self._sequences.apply_part(plan)
             return
@@ -400,7 +400,18 @@ class ComputeWorker(WorkerLoop):
         segments, shards, rank = self._sequences.segments, self._shards, self._rank
         door = self._replica.pipeline.door(plan.lane, rank.number)
         exchange = StepExchange(
-            plan, segments, self._mail, self._overlap, self._runner, rows, shards, share, rank, kept, door
+            plan,
+            segments,
+            self._mail,
+            self._overlap,
+            self._runner,
+            rows,
+            shards,
+            share,
+            rank,
+            kept,
+            door,
+            self._replica.lenders,
         )
         if lane.workspace.rows != rows:
             lane.workspace = Workspace(rows)

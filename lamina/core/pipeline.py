@@ -82,7 +82,8 @@ class Pipeline:
         prefill_shape: the compute workers of each of the ``prefill`` replicas; None: ``shape``.
         prefill: how many replicas, the first ones, only run prompts; the others decode. 0: all do both. At least
             one replica always decodes.
-        lends: True if compute workers with local memory attend to the KV there for other replicas too.
+        lends: True if compute workers with local memory attend to the KV there for other replicas too, each stage for
+            the same stage of the others.
         one_way: True if they do so only for replicas that only run prompts, which hold no KV. Then no replica waits for
             a replica that may wait for it, so that ranks need not serve requests while they wait for each other.
     """
@@ -169,8 +170,13 @@ class Pipeline:
         return self.replicas > 1 and any(one.rotates for one in (self.first_arrangement, *self.choices))
 
     @property
+    def moves_local(self) -> bool:
+        """True if KV may move from and to local memory. The parts of several stages would have to move at once."""
+        return self.spreads and self.most_stages == 1
+
+    @property
     def spreads(self) -> bool:
-        """True if the KV of a sequence may be in the local memory of several replicas, between which it may move."""
+        """True if the KV of a sequence may be in the local memory of several replicas."""
         return self.lends and not self.one_way
 
     @property
@@ -247,6 +253,11 @@ class Pipeline:
         after = number - self.prefill * early.workers
         return number // early.ranks if after < 0 else self.prefill * early.stages + after // late.ranks
 
+    def place(self, number: int) -> int:
+        """Return the stage of compute worker ``number``, counted in its replica."""
+        replica = self.replica_at(number)
+        return (number - self.workers_in(replica).start) // self.shape_of(replica).ranks
+
     def ranks_at(self, number: int) -> range:
         """Return the numbers of the compute workers of the stage of compute worker ``number``, by rank."""
         stage = self.stage_at(number)
@@ -315,13 +326,18 @@ class Pipeline:
         return [self.stage(lane, turn, 0, rotates)] * slices
 
     def exchanges(self, one: int, other: int) -> bool:
-        """True if the compute workers of these numbers may send each other a lane's context or its drawn tokens."""
+        """True if the compute workers of these numbers may send each other a lane's context or its drawn tokens, or
+        requests and replies of attention in local memory.
+
+        A stage that attends for another replica replies to the stage there that runs the next slice: the same one, or
+        after its last layer the next one.
+        """
         if one - self.ranks_at(one).start != other - self.ranks_at(other).start:
             return False
         near, far = self.replica_at(one), self.replica_at(other)
-        shape, apart = self.shape_of(near), abs(self.stage_at(one) - self.stage_at(other))
+        shape, apart = self.shape_of(near), abs(self.place(one) - self.place(other))
         if near != far:
-            return self.is_uniform and shape.stages == 1
+            return apart < 2 if self.lends else self.is_uniform and shape.stages == 1
         return shape.stages > 1 and apart in (1, shape.stages - 1)
 
     def replicas_of(self, lane: int, rotates: bool | None = None) -> tuple[int, ...]:

@@ -172,11 +172,10 @@ class Topology(msgspec.Struct, frozen=True, dict=True):
     def _place(self, number: int) -> Place:
         order = self.pipeline
         replica, ranks = order.replica_at(number), order.ranks_at(number)
-        stage = (ranks.start - order.workers_in(replica).start) // len(ranks)
         return {
             "role": order.role(replica),
             "replica": str(replica),
-            "stage": str(stage) if order.shape_of(replica).stages > 1 else "",
+            "stage": str(order.place(number)) if order.shape_of(replica).stages > 1 else "",
             "rank": str(number - ranks.start) if len(ranks) > 1 else "",
         }
 

@@ -114,6 +114,7 @@ class Placement:
         """Note which compute workers hold KV, and for whom they attend to it."""
         self.local, self.lends = topology.local, topology.pipeline.spreads
         self._diskless = topology.local
+        self._moves_local = topology.pipeline.moves_local
         self.hosts = {member.name: member.host for member in topology.members}
         self.others = functools.cache(topology.beyond) if topology.local else nowhere
         divides = self.longest is not None or self._partition == "token"
@@ -360,8 +361,8 @@ class Placement:
 
     @property
     def fixed(self) -> frozenset[str]:
-        """Local memory, if other replicas do not attend to it."""
-        return NOWHERE if self.lends else self.local
+        """Local memory, if its KV cannot move."""
+        return NOWHERE if self._moves_local else self.local
 
     def beyond(self, lane: int) -> frozenset[str]:
         """Return the workers of ``local`` to whose KV a lane cannot attend."""

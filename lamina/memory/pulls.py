@@ -51,7 +51,7 @@ class Puller(Fetcher):
         """
         nbytes = self._store.attentions[layer].kv_bytes_per_token(self._store.dtype)
         pieces = list(pulled_pieces(step.rows.pulled, self.landing_nbytes // nbytes))
-        left, first = len(pieces), 0
+        left, first, turn = len(pieces), 0, step.plan.turn + self._store.first + layer
 
         def keep(slots: Slots, content: memoryview) -> None:
             nonlocal left
@@ -64,7 +64,7 @@ class Puller(Fetcher):
             slots = step.pulled_slots[first : first + piece.rows]
             place = start + first * nbytes
             kept = functools.partial(keep, slots)
-            self.add_piece(FetchPiece(peer, place, piece.rows * nbytes, kept, step.door, step.plan.turn + layer))
+            self.add_piece(FetchPiece(peer, place, piece.rows * nbytes, kept, step.door, turn))
             first += piece.rows
 
     def wait(

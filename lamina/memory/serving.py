@@ -191,7 +191,7 @@ class Serving:
         Raises WorkerError if the request is not for the lane's next attention.
         """
         lane = self.lanes[request.lane]
-        turn = lane.steps[0].plan.turn + lane.layer
+        turn = self._turn(lane)
         if request.turn != turn:
             raise WorkerError(
                 self._store.worker,
@@ -200,6 +200,10 @@ class Serving:
             )
         lane.door = door
         return lane
+
+    def _turn(self, lane: Lane) -> int:
+        """Return the turn of the first step's next attention."""
+        return lane.steps[0].plan.turn + self._store.first + lane.layer
 
     def begun(self) -> tuple[Lane, Iterator[None]] | None:
         """Return the begun piece of the earliest step, for which later steps may wait; None if none was begun."""
@@ -231,7 +235,7 @@ class Serving:
             self.parked += 1
             self.parked_nbytes += 0 if lane.door is None else lane.door.body.nbytes
             for storing in earlier:
-                self._puller.fetch_first(storing.door, storing.turn + lane.layer)
+                self._puller.fetch_first(storing.door, storing.turn + self._store.first + lane.layer)
         else:
             self.serve_cut(lane, self._start(lane, range(len(step.pieces))))
 
@@ -284,7 +288,7 @@ class Serving:
 
     def _receiver(self, lane: Lane) -> str:
         plan = lane.steps[0].plan
-        following = self._pipeline.stage(plan.lane, plan.turn, lane.layer + 1, plan.rotates)
+        following = self._pipeline.stage(plan.lane, plan.turn, self._store.first + lane.layer + 1, plan.rotates)
         return self._computes[self._pipeline.worker_at(following, self._pipeline.rank_of(lane.number))]
 
     def serve_cut(self, lane: Lane, work: Iterator[None]) -> None:
@@ -302,7 +306,7 @@ class Serving:
 
     def _finish(self, lane: Lane) -> None:
         """Free a served request and reply to it; to a step's last one once all the step's K and V are stored."""
-        step, door, turn = lane.steps[0], lane.door, lane.steps[0].plan.turn + lane.layer
+        step, door, turn = lane.steps[0], lane.door, self._turn(lane)
         if door is not None and door.request is not None:
             self._store.device.settle()
             door.request.free()

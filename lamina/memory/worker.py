@@ -65,7 +65,7 @@ class MemoryWorker(WorkerLoop):
         self._hub = links.hub
         self._channels = {name: links.channel(name) for name in connect.computes}
         self._puller = Puller(links.fetch, links.arena, links.plan, store)
-        moving = connect.computes if connect.pipeline.spreads else ()
+        moving = connect.computes if connect.pipeline.moves_local else ()
         others = links.leases_of([*connect.memories, *moving])
         self._moves = KvMoves(
             store,
@@ -191,7 +191,7 @@ class MemoryWorker(WorkerLoop):
         self._doors = [door for door in self._doors if door.channel.name in kept]
         self._early = {door: deadline for door, deadline in self._early.items() if door in self._doors}
         self._doors += [Door(self._channels[name], slot) for slot in range(SLOTS) for name in new]
-        moving = topology.computes if topology.pipeline.spreads else ()
+        moving = topology.computes if topology.pipeline.moves_local else ()
         self._moves.change(self._links.leases_of([*topology.memories, *moving]))
         self._serving.set_members(self._channels, topology.pipeline, topology.computes)
         self._device_steps.change_channels(self._channels, topology.pipeline, topology.computes)

@@ -451,7 +451,7 @@ class Admissions:
         placement, tokens, wanted = self._placement, group.to_run, AHEAD * len(group.completions)
         if not placement.may_divide or tokens <= self._rows or self._prefixes.find(group):
             return None
-        own = [placement.local - placement.others(lane) for lane in lanes]
+        own = [*dict.fromkeys(placement.local - placement.others(lane) for lane in lanes)]
         idle = [one for one in own if placement.closed.isdisjoint(one) and not self._held(one)]
         rooms = itertools.accumulate(sum(map(placement.room, one)) for one in idle)
         count = max(sum(room < tokens + wanted for room in rooms) + 1, -(-len(idle) // 2))

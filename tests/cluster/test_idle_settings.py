@@ -43,8 +43,9 @@ def test_nothing_is_divided_or_moves_where_one_worker_has_all_kv(settings: dict[
     assert idle({**settings, "autoscale": "memory=1:2"}, 1, ["cpu"]) == []
     if settings != {"partition": "head"}:
         assert idle(settings, 2, ["local"]) == idle(settings, 1, ["local", "cpu"]) == []
-        assert len(idle({**settings, "pipeline_parallel": 2}, 4, ["local"])) == 1, "stages do not attend for others"
-        assert len(idle({**settings, "compute": "cpu:4/pp2"}, 4, ["local"])) == 1
+        staged: list[dict[str, Any]] = [{"pipeline_parallel": 2}, {"compute": "cpu:4/pp2"}]
+        assert [len(idle({**settings, **each}, 4, ["local"])) for each in staged] == [int("balance" in settings)] * 2
+        assert idle({**settings, "pipeline_parallel": 2}, 4, ["local", "cpu", "cpu"]) == []
         assert len(idle({**settings, "prefill": "cpu:1"}, 2, ["local"])) == 1, "prefill workers hold no KV"
 
 

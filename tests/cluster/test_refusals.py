@@ -94,13 +94,6 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
         ({"pipeline_parallel": 2, "lanes": 3}, ["cpu"] * 4, ["cpu"], "lanes 3 with 2 replicas of 2 stages"),
         ({"partition": "request", "kv_tokens_per_worker": 9}, ["cpu"], ["cpu"], "the second keeps it on one"),
         ({"partition": "head", "balance": "ledger"}, ["cpu"], ["cpu"], "keeps together"),
-        ({"pipeline_parallel": 2, "prefill": "cpu:2"}, ["cpu"] * 4, ["local"], "a request decodes where its prompt ru"),
-        (
-            {**BALANCED, "autoscale": "prefill=2:2", "pipeline_parallel": 2},
-            ["cpu"] * 4,
-            ["local", "cpu"],
-            "prefill prefill=2:2: stages attend to the local memory of their own replica.*use memory workers",
-        ),
         ({"pipelining": "rotational"}, ["cpu"] * 2, ["local"], "a lane stays on the replica"),
         ({"prefill": "cuda:2", "tensor_parallel": 2}, ["cuda"] * 4, ["local", "cpu"], "continues on no memory worker"),
         (
@@ -186,12 +179,12 @@ def test_the_reason_is_said(settings: dict[str, Any], computes: list[str], memor
 @pytest.mark.parametrize("memories", [["local"], ["local", "cpu"]])
 @pytest.mark.parametrize("lanes", [None, 4, 5])
 def test_stages_may_have_local_memory(ranks: int, memories: list[str], lanes: int | None) -> None:
-    """And each lane stays on the replica that has the KV of its requests."""
+    """Their replicas attend for each other, and no KV moves between them."""
     config = EngineConfig(pipeline_parallel=2, tensor_parallel=ranks, lanes=lanes)
     require_allowed(config, ["cpu"] * 4 * ranks, memories)
     order = sizing.with_lending(sizing.pipeline(config, 4 * ranks, shared=False, local=True), ["cpu"])
     assert (order.replicas, order.shape) == (2, Shape(ranks, 2))
-    assert not order.may_rotate and not order.lends
+    assert order.spreads and not order.may_rotate and not order.moves_local
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The order of slices on replicas, played out with the times the rotational schedule is made for."""
 
 import heapq
+import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -169,6 +171,29 @@ def test_stages_are_linked_with_their_neighbours_in_the_replica_alone(pipeline: 
         assert len(peers) == min(2, shape.stages - 1)
         assert {peer // shape.workers for peer in peers} == {one // shape.workers}
         assert {peer % shape.ranks for peer in peers} == {one % shape.ranks}
+
+
+@given(staged, st.booleans())
+def test_stages_that_attend_for_another_replica_are_linked_with_those_that_ask_and_that_go_on(
+    pipeline: Pipeline, one_way: bool
+) -> None:
+    """Of one attention of a step, a worker asks and a worker runs the next slice. No other links between replicas."""
+    pipeline = replace(pipeline, lends=True, one_way=one_way)
+    computes = [f"{number}" for number in range(pipeline.replicas * pipeline.shape.workers)]
+    holders, needed = pipeline.holders(computes), set[frozenset[int]]()
+    for lane, home, index in itertools.product(range(pipeline.lanes), computes, range(2 * pipeline.shape.stages)):
+        asks, follows = (pipeline.stage(lane, 0, each) for each in (index, index + 1))
+        replica, other = lane % pipeline.replicas, pipeline.replica_at(int(home))
+        if replica != other and pipeline.home(int(home)) == int(home):
+            rank, place = int(home) - pipeline.workers_in(other).start, asks - replica * pipeline.shape.stages
+            holder = int(holders.get(home, (home,))[place])
+            needed |= {frozenset((holder, pipeline.worker_at(stage, rank))) for stage in (asks, follows)}
+    linked = {
+        frozenset(pair)
+        for pair in itertools.combinations(range(len(computes)), 2)
+        if pipeline.exchanges(*pair) and len(set(map(pipeline.replica_at, pair))) == 2
+    }
+    assert linked == needed
 
 
 def test_segments_name_the_same_rank_of_the_first_stage() -> None:

@@ -607,12 +607,12 @@ def test_a_replica_leaves_or_moves_as_a_whole_when_the_machine_of_one_worker_end
     assert pools.wanted["compute"] == (4 if moves else 2)
 
 
-def test_replicas_of_stages_with_local_memory_keep_their_role_while_all_of_them_are_lost() -> None:
+def test_replicas_whose_ranks_lend_nothing_keep_their_role_while_all_of_them_are_lost() -> None:
     """Workers that would join have local memory, though no member has."""
-    topology = whole_replicas(stages=2)
+    topology = whole_replicas(ranks=2)
     members = (*topology.members, *TOPOLOGY.members[1:])
     pools = pools_of(Topology(FIRST, members, topology.pipeline))
     lost = dict.fromkeys(topology.computes, TransportError("killed"))
     pools.on_workers_lost(lost, pools.topology.without([*lost]))
-    with pytest.raises(ConfigError, match=r"replicas of stages .* keep their role"):
+    with pytest.raises(ConfigError, match=r"tensor-parallel replicas on GPUs keep their role"):
         pools.resize({"prefill": PoolChange(2)}, Resize())

@@ -91,6 +91,22 @@ def test_requests_span_the_local_memory_of_tensor_parallel_replicas(tmp_path: Pa
     )
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_requests_span_the_local_memory_of_replicas_of_stages(ranks: int, tmp_path: Path) -> None:
+    """Each stage attends for the same stage of the other replica, and replies to the next stage after its last
+    layer."""
+    check_greedy(
+        "llama",
+        tmp_path,
+        compute=f"cpu:{4 * ranks}",
+        memory="local",
+        holders={f"compute{first + rank}" for first in (0, 2 * ranks) for rank in range(ranks)},
+        kv_tokens_per_worker=16,
+        tensor_parallel=ranks,
+        pipeline_parallel=2,
+    )
+
+
 def test_a_request_is_as_long_as_the_local_memory_of_all_replicas(checkpoint: Path) -> None:
     """No replica could hold it alone. Its tokens are the same also if a replica that attends for it is lost."""
     workers = Killable()

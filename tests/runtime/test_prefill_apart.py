@@ -27,6 +27,7 @@ from tests.support.waiting import END_S, wait_until
 
 TOKENS, LONG = 16, 40
 RANKS: dict[str, Any] = {"prefill": "cpu:2", "compute": "cpu:2", "memory": "local", "tensor_parallel": 2}
+STAGES: dict[str, Any] = {"prefill": "cpu:2", "compute": "cpu:2", "memory": "local", "pipeline_parallel": 2}
 SWITCHES: dict[str, dict[str, Any]] = {
     "one and one, TCP": {"compute": "cpu:1", "transport": "tcp"},
     "one and two, segments of 17": {"compute": "cpu:2", "lanes": 6, "kv_tokens_per_worker": 17},
@@ -36,6 +37,17 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "ranks, one way": {**RANKS, "one_way": True},
     "ranks, one way, no scratch": {**RANKS, "one_way": True, "prompt_attention": "memory"},
     "two and two of ranks, one way": {**RANKS, "prefill": "cpu:4", "compute": "cpu:4", "lanes": 6, "one_way": True},
+    "stages": {**STAGES, "prompt_attention": "memory"},
+    "stages, scratch": STAGES,
+    "one and two of stages, segments of 17": {**STAGES, "compute": "cpu:4", "kv_tokens_per_worker": 17},
+    "stages of ranks": {**STAGES, "prefill": "cpu:4", "compute": "cpu:4", "tensor_parallel": 2},
+    "stages of ranks, one way": {**RANKS, **STAGES, "prefill": "cpu:4", "compute": "cpu:4", "one_way": True},
+    "four stages, the last without attention": {
+        **STAGES,
+        "prefill": "cpu:4",
+        "compute": "cpu:4",
+        "pipeline_parallel": 4,
+    },
 }
 
 
@@ -215,6 +227,26 @@ def test_a_lost_rank_that_runs_prompts_or_decodes_costs_no_token(
             assert engine.topology.prefills == prefills
             assert not engine.topology.local.intersection(prefills)
             wait_until(lambda: not any(one.used for one in engine.stats().memory.values()), "slots stayed in use")
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_a_lost_stage_that_runs_prompts_or_decodes_costs_no_token(tmp_path: Path) -> None:
+    """With all KV in the stages' memory. Then the replicas exchange their roles."""
+    reference = write_prepared(served("llama"), tmp_path)
+    prompts = [[3 + number for number in range(count)] for count in (9, 57, 30)]
+    answers = [(prompt, greedy(reference, prompt, LONG)) for prompt in prompts]
+    workers = Killable()
+    engine = launch(dataclasses.replace(config(tmp_path, 2, 0), **STAGES, max_restarts=4), workers=workers)
+    try:
+        for victim in ("compute1", "compute2"):
+            check_loss(engine, workers, victim, answers)
+            wait_until(lambda: len(engine.topology.computes) == 4, "the lost replica was not replaced")
+            assert engine.topology.prefills == ("compute4", "compute5")
+            wait_until(lambda: not any(one.used for one in engine.stats().memory.values()), "slots stayed in use")
+        assert engine.scale(prefill=-2, compute=2).result(END_S) == ["compute4", "compute5"]
+        check_loss(engine, workers, "compute5", answers)
     finally:
         engine.close()
 

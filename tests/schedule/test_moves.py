@@ -158,6 +158,7 @@ def test_times_of_steps_and_attention_bound_what_local_memory_lends() -> None:
     under_test = settled()
     placement = under_test.placement
     placement.local, placement.others, placement.lends = frozenset({"memory0"}), lambda lane: frozenset(), True
+    placement._moves_local = True
     follows = Balancing(POLICIES["ledger"](), under_test.moves, placement)
     assert follows.view([]).loads["memory0"].step_s == 0.0
     follows._reads = {"memory0": 100.0}

@@ -114,22 +114,25 @@ def _loongserve(made: Layout, chance: random.Random) -> Layout:
 def _one_way(made: Layout, chance: random.Random) -> Layout:
     """Return a cluster of replicas of two ranks: some only run prompts, and the others hold all KV."""
     prefill, decode = chance.choice([1, 1, 2]), chance.choice([1, 2, 2])
+    lanes, stages = chance.choice([1, 1, 2]), chance.choice([1, 1, 2])
+    prefills, decodes = (2 * stages * each for each in (prefill, decode))
     config = dataclasses.replace(
         made.config,
-        compute=f"{CPU}:{2 * decode}",
-        prefill=f"{CPU}:{2 * prefill}",
+        compute=f"{CPU}:{decodes}",
+        prefill=f"{CPU}:{prefills}",
         tensor_parallel=2,
-        pipeline_parallel=1,
+        pipeline_parallel=stages,
         memory=LOCAL,
         kv_tokens_per_worker=None,
         kv_overcommit=1.0,
         kv_spill_dir=None,
         partition="auto",
         balance="auto",
-        lanes=(prefill + decode) * chance.choice([1, 1, 2]),
+        lanes=(prefill + decode) * stages * lanes,
     )
+    jitter = _calmer(made) if stages > 1 else made.jitter
     return dataclasses.replace(
-        made, computes=2 * (prefill + decode), memories=0, local=True, config=config, one_way=True
+        made, computes=prefills + decodes, memories=0, local=True, config=config, jitter=jitter, one_way=True
     )
 
 
@@ -155,13 +158,16 @@ def _instances(made: Layout, chance: random.Random) -> Layout:
 
 
 def _staged(made: Layout, chance: random.Random) -> Layout:
-    """Return a cluster whose stages each hold the KV of their own layers. The last of many has no layer's attention."""
+    """Return a cluster whose stages each hold the KV of their own layers, and attend for the same stage of other
+    replicas. One replica may only run prompts. The last of many stages has no layer's attention."""
     ranks, stages, replicas = chance.choice([1, 1, 2]), chance.choice([2, 2, LAYERS, LAYERS + 1]), chance.choice([1, 2])
-    memories = chance.choice([0, 0, 1])
+    memories, lanes, more = chance.choice([0, 0, 1]), chance.choice([1, 2]), chance.choice([0, 1])
+    prefill = chance.choice([0, 0, 1])
+    computes, prefills = replicas * ranks * stages, prefill * ranks * stages
     config = dataclasses.replace(
         made.config,
-        compute=f"{CPU}:{replicas * ranks * stages}",
-        prefill=None,
+        compute=f"{CPU}:{computes}",
+        prefill=f"{CPU}:{prefills}" if prefill else None,
         tensor_parallel=ranks,
         pipeline_parallel=stages,
         memory=f"{LOCAL},{CPU}:{memories}" if memories else LOCAL,
@@ -170,14 +176,23 @@ def _staged(made: Layout, chance: random.Random) -> Layout:
         partition="auto",
         balance="auto",
         pipelining="fixed",
-        prompt_attention=made.config.prompt_attention if memories else "memory",
-        lanes=replicas * stages * chance.choice([1, 2]) + chance.choice([0, 1]),
+        prompt_attention=made.config.prompt_attention if memories or prefill else "memory",
+        lanes=(replicas + prefill) * stages * lanes + more,
     )
-    jitter = {plane: min(each, 20.0) for plane, each in made.jitter.items()}  # a step passes many messages in turn
-    computes = replicas * ranks * stages
     return dataclasses.replace(
-        made, computes=computes, memories=memories, local=True, config=config, jitter=jitter, one_way=False
+        made,
+        computes=computes + prefills,
+        memories=memories,
+        local=True,
+        config=config,
+        jitter=_calmer(made),
+        one_way=False,
     )
+
+
+def _calmer(made: Layout) -> dict[str, float]:
+    """Return the jitter of a cluster of stages, whose steps pass many messages in turn."""
+    return {plane: min(each, 20.0) for plane, each in made.jitter.items()}
 
 
 def _dividing(made: Layout, chance: random.Random) -> Layout:
@@ -227,9 +242,14 @@ def _degrees(made: Layout, chance: random.Random) -> Layout:
         pipelining="fixed",
         lanes=(prefill + decode) * max(early[1], late[1]) * chance.choice([1, 2]),
     )
-    jitter = {plane: min(each, 20.0) for plane, each in made.jitter.items()}
     return dataclasses.replace(
-        made, computes=prefills + computes, memories=memories, local=False, config=config, jitter=jitter, one_way=False
+        made,
+        computes=prefills + computes,
+        memories=memories,
+        local=False,
+        config=config,
+        jitter=_calmer(made),
+        one_way=False,
     )
 
 

@@ -53,7 +53,7 @@ class LocalWorker:
             self.store.device = memory
         self.steps = self.runner.recorded_steps(self.store.device) if records else None
         pipeline = Pipeline(1, 1)
-        self._replica = Replica(0, (OWN,), pipeline, self.runner, Timeline(), Mock())
+        self._replica = Replica(0, (OWN,), {}, pipeline, self.runner, Timeline(), Mock())
         self._partials: dict[Any, Any] = {}
         self._segments: dict[int, list[Segment]] = {}
         self.whole = 0

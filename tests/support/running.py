@@ -205,6 +205,7 @@ def check_greedy(
     holders: frozenset[str] | set[str] = frozenset(("memory0", "memory1")),
     kv_tokens_per_worker: int | None = None,
     tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
 ) -> None:
     """``holders``: the workers that hold KV of the requests in the end."""
     target = Target.CPU if compute.startswith("cpu") else Target.GPU
@@ -221,6 +222,7 @@ def check_greedy(
         kv_cache_memory_bytes=4 << 20,
         kv_tokens_per_worker=kv_tokens_per_worker,
         tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
     )
     engine = launch(config)
     try:

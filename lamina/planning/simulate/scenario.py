@@ -171,6 +171,11 @@ class Deployment:
             raise ConfigError(
                 f"local memory beside {self.memory_workers} memory workers is not simulated; give one of them"
             )
+        if self.local and self.prefill is not None and self.pipeline_parallel > 1:
+            raise ConfigError(
+                "prefill with local memory of stages is not simulated; give memory workers, or one stage per copy of "
+                "the weights"
+            )
         for workers in (self.compute_workers, self.prefill_workers):
             if workers % self.group:
                 raise ConfigError(
@@ -200,7 +205,8 @@ class Deployment:
 
     @property
     def lends(self) -> bool:
-        """Whether replicas attend for each other to KV in their local memory (``Pipeline.lends``)."""
+        """Whether replicas attend for each other to KV in their local memory (``Pipeline.lends``). Those of stages do
+        not here, though they do in the runtime."""
         several = self.replicas + self.prefill_replicas > 1 and self.pipeline_parallel == 1
         return self.local and several and (not self._ranks_on_gpus or self.prefill is not None)
 
