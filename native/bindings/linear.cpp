@@ -71,6 +71,6 @@ Write out = x @ weight.T + bias in bfloat16, summed in float32 and rounded once.
 Tensors are given by address and not checked: x [rows, inputs] with a row stride in elements, bias [outputs] or 0,
 out [rows, outputs] contiguous. packed: pairs, or codes of 8 or 4 ``bits`` with scales and zeros (0: none) of
 groups, see linear.h. x_group: inputs of x that share a scale if x is rounded to 8 bits, or 0. path: an
-AttentionPath with kernels of linear layers, AVX2 or AVX512_BF16, by default the widest of this processor.
+AttentionPath with kernels of linear layers, any but PORTABLE, by default the widest of this processor.
 Releases the GIL.)");
 }

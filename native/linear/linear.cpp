@@ -143,10 +143,11 @@ void multiply_byte_rows(std::span<const Linear> group, int threads, attention::P
     multiply(prepared, threads, path);
 }
 
-// Multiplies a copy of x, whose rows lie a cache line further apart.
-void multiply_apart(std::span<const Linear> group, int threads, attention::Path path) {
+// Multiplies a copy of x, whose rows do not collide.
+void multiply_apart(std::span<const Linear> group, int threads, attention::Path path, int64_t set_stride) {
     const Linear &first = group.front();
-    const int64_t stride = first.inputs + kGap;
+    const int64_t bytes = first.inputs * int64_t{sizeof *first.x};
+    const int64_t stride = first.inputs + (bytes % set_stride == 0 ? kGap : 0);
     const auto copy = std::make_unique_for_overwrite<uint16_t[]>(first.rows * stride);
     parallel_for(threads, first.rows, [&](int64_t row) {
         std::copy_n(first.x + row * first.x_stride, first.inputs, copy.get() + row * stride);
@@ -201,8 +202,9 @@ void multiply(std::span<const Linear> group, int threads, attention::Path path) 
     }
     const bool tiles = uses_tiles(group.front(), path);
     const int64_t block = tiles ? kTiledRows : kernel_for(group.front(), path).most_rows;
-    if (collide(group.front(), block, tiles ? kTilesSetStride : kSetStride)) {
-        multiply_apart(group, threads, path);
+    const int64_t set_stride = tiles ? kTilesSetStride : kSetStride;
+    if (collide(group.front(), block, set_stride)) {
+        multiply_apart(group, threads, path, set_stride);
         return;
     }
     const int64_t rows = group.front().rows, inputs = group.front().inputs;
