@@ -27,13 +27,14 @@ DISTRIBUTED_TENSORS = "torch.distributed.tensor"
 class _Placeholder(ModuleType):
     """A package that is slow to import, reduced to its modules and the names given.
 
-    Its modules are imported as ever. The real package is imported for whoever asks for another name.
+    Its modules are imported as ever. It becomes the real package, with these modules, once another name is asked for.
     """
 
     def __init__(self, package: str, folders: list[str], **names: Any) -> None:
         """``folders``: where the package's modules are."""
         super().__init__(package)
         self.__path__ = folders
+        self._is_real = False
         vars(self).update(names)
 
     def __getattr__(self, name: str) -> Any:
@@ -42,9 +43,14 @@ class _Placeholder(ModuleType):
         module = f"{self.__name__}.{name}"
         if importlib.util.find_spec(module) is not None:
             return importlib.import_module(module)
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-        return getattr(importlib.import_module(self.__name__), name)
+        if sys.modules[self.__name__] is self:
+            if self._is_real:
+                raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+            self._is_real = True
+            modules = {each: found for each, found in vars(self).items() if isinstance(found, ModuleType)}
+            names = vars(importlib.reload(self))  # of this module, or another one that the package sets in its place
+            names.update(modules | names)
+        return getattr(sys.modules[self.__name__], name)
 
 
 def before_imports(device: str) -> None:
@@ -82,10 +88,10 @@ def import_transformers() -> None:
     On a CPU, these are the compiler of torch, whose decorators then do nothing, and tensors that are distributed over
     processes. Without ``before_imports``, nothing is left out.
     """
-    package = sys.modules.get(TRANSFORMERS)
-    if isinstance(package, _Placeholder):
+    if isinstance(sys.modules.get(TRANSFORMERS), _Placeholder):
         utils: Any = importlib.import_module("transformers.utils")
-        utils.direct_transformers_import = lambda *_: package  # would import the package anew, with all names
+        # would import the package anew, with all names
+        utils.direct_transformers_import = lambda *_: sys.modules[TRANSFORMERS]
     if not hasattr(sys.modules[META_KERNELS], "__file__"):
         import_meta_kernels()
         if COMPILER not in sys.modules and DISTRIBUTED_TENSORS not in sys.modules:

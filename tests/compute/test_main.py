@@ -68,6 +68,7 @@ from lamina.compute.late_imports import before_imports, import_transformers
 before_imports("cpu")
 import torch
 import_transformers()
+import lamina.splitter.capture  # imports modules of the compiler
 from transformers.models.llama import LlamaConfig as by_module
 from transformers.models import LlamaConfig, GPT2Config
 from transformers import LlamaConfig as by_package
