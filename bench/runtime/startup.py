@@ -31,7 +31,10 @@ with Lamina():
 
 FIRST = {
     "import torch": "from lamina.compute.late_imports import before_imports; before_imports('cpu'); import torch",
-    "import transformers": "import transformers.modeling_utils",
+    "import transformers": """
+from lamina.compute.late_imports import import_transformers
+import_transformers()
+""",
     "import the compute worker": "import lamina.compute.worker",
     "split and lower": """
 from lamina.compute.split_cache import prepare
