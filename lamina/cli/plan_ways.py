@@ -288,7 +288,8 @@ def _rent(trials: "Sequence[Trial]", offloads: bool) -> list[str]:
     what = "Rent one pool" if len(way.kinds) == 1 else several
     lines = [f"{what}: {way.describe()}, steps of up to {way.chunk} tokens."]
     if offloaded is None:
-        lines += ["No way to offload attention is within the targets at a comparable cost."] if offloads else []
+        none = offloads and all(trial.way.memory is None for trial in trials)
+        lines += ["No way to offload attention is within the targets at a comparable cost."] if none else []
     else:
         lines.append(
             f"The best offloading, {offloaded.way.describe()}, costs "
