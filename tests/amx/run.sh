@@ -39,16 +39,7 @@ fetch_packages() {
     mv "$tree.new" "$tree" && rm -rf "$apt"
 }
 
-command -v apt-get >/dev/null || skip "this script gets Bochs with apt-get, which does not exist on this system"
 mkdir -p "$work"
-if [ ! -d "$tree" ]; then
-    say "downloading and unpacking the emulator and a kernel"
-    fetch_packages >"$work/apt.log" 2>&1 || skip "packages cannot be fetched; $work/apt.log says why"
-fi
-# Programs of the unpacked packages run with their own libraries.
-libraries=$tree/usr/lib/x86_64-linux-gnu
-loader=("$tree/lib64/ld-linux-x86-64.so.2" --library-path "$libraries")
-
 say "building the check"
 rm -rf "$work/ram" "$work/cd" && mkdir -p "$work"/ram/{dev,bin} "$work/cd/isolinux"
 cmake=$(dirname "$python")/cmake
@@ -62,6 +53,15 @@ if grep -q amx_int8 /proc/cpuinfo; then
     "$work/ram/bin/check" granted >&2 && "$work/ram/bin/check" refused >&2
     exit
 fi
+
+command -v apt-get >/dev/null || skip "this script gets Bochs with apt-get, which does not exist on this system"
+if [ ! -d "$tree" ]; then
+    say "downloading and unpacking the emulator and a kernel"
+    fetch_packages >"$work/apt.log" 2>&1 || skip "packages cannot be fetched; $work/apt.log says why"
+fi
+# Programs of the unpacked packages run with their own libraries.
+libraries=$tree/usr/lib/x86_64-linux-gnu
+loader=("$tree/lib64/ld-linux-x86-64.so.2" --library-path "$libraries")
 
 cp "$tree/usr/bin/busybox" "$work/ram/bin"
 cat >"$work/ram/init" <<'EOF'
