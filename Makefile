@@ -53,7 +53,7 @@ soak: dev
 test-rdma: dev
 	tests/rdma/run.sh
 
-# Products by matrix tiles (AMX), on an emulated processor. Status 77: skipped, with the reason.
+# Products and attention by matrix tiles (AMX), on this processor or an emulated one. Status 77: skipped, with the reason.
 test-amx: dev
 	tests/amx/run.sh
 

@@ -140,7 +140,7 @@ def packing(dtype: DType) -> Packing | None:
 
 
 def tiles_refusal() -> str:
-    """Return why products with codes cannot use the matrix tiles (AMX) that this processor has; otherwise ""."""
+    """Return why kernels cannot use the matrix tiles (AMX) that this processor has; otherwise ""."""
     error = _native.linear_tiles_error()
     if not error:
         return ""
