@@ -48,7 +48,15 @@ class _Lane:
     def on_report(self, starved_s: float) -> None:
         """Learn from a step whose plan was put off."""
         self.lead_s += GROW * starved_s if starved_s else -SHRINK * self.lead_s
-        self.lead_s = max(LEAST_LEAD_S, min(self.lead_s, self.step_s))
+
+    def set_time(self, now: float) -> None:
+        """Learn from the steps that have ended, if any have."""
+        if self.ended:
+            seconds = (now - self.begun) / self.ended
+            self.step_s += (LEARN if self.step_s else 1.0) * (seconds - self.step_s)
+            self.begun, self.ended = now, 0
+            # A lead of more than a step would never put a plan off, and no report would shorten it.
+            self.lead_s = max(LEAST_LEAD_S, min(self.lead_s, self.step_s))
 
 
 class PlanTimes:
@@ -84,10 +92,7 @@ class PlanTimes:
     def set_time(self, now: float) -> None:
         """Learn from the steps that have ended. ``now`` is in seconds of any monotonic clock."""
         for one in self._lanes.values():
-            if one.ended:
-                seconds = (now - one.begun) / one.ended
-                one.step_s += (LEARN if one.step_s else 1.0) * (seconds - one.step_s)
-                one.begun, one.ended = now, 0
+            one.set_time(now)
 
     def on_handover(self) -> None:
         """Record that a request has gone from a prefill lane to one that decodes: others will follow."""

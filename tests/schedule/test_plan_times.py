@@ -150,6 +150,20 @@ def test_plans_are_made_as_early_as_the_worker_needs_them() -> None:
     assert leads[1:] == [pytest.approx(0.005, rel=0.2), pytest.approx(0.050, rel=0.2)]
 
 
+def test_plans_are_put_off_again_once_steps_are_shorter_than_a_late_plan_was_late() -> None:
+    """One plan comes 0.1 s late, in steps of 0.1 s; then steps take about 0.02 s."""
+    draw, times, now = random.Random(3), PlanTimes(), 0.0
+    times.on_planned(0, 0, now)
+    for step in range(1000):
+        starved_s = 0.1 if step == 20 else 0.0
+        times.on_planned(0, step + 1, times.put_off(0, now) or now)
+        times.on_step_done(0, step, starved_s)
+        now += 0.1 if step < 30 else 0.02 * draw.uniform(0.9, 1.1)
+        times.set_time(now)
+    due = times.put_off(0, now)
+    assert due is not None and due > now + 0.01
+
+
 def test_a_lane_without_work_has_not_waited_for_its_plan() -> None:
     times = PlanTimes()
     for step in range(50):
