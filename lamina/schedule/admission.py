@@ -305,7 +305,7 @@ class Admissions:
             lanes = self._lanes_for(group, seats) if home is None else [home]
             able = [lane for lane in lanes if homes is not None or may_take(lane)]
             if not able:
-                if load is not None and self._only is None:
+                if load is not None:
                     yield from self._short_ones(group, seats, load)
                 return
             if seats.total >= self._max_sequences:
@@ -338,10 +338,13 @@ class Admissions:
 
     def _short_ones(self, first: Group, seats: Seats, load: Load) -> Iterator[Group]:
         """Yield requests to admit to lanes that decode, of those behind ``first``, which waits until a lane for prompts
-        has room in a step."""
+        has room in a step. They pass skipped requests as rarely as in other lanes."""
+        if self._only is not None or self._preferred is not None or not self._may_pass:
+            return
         for group in self._queue.upcoming(MOST_SHORT):
             if group is not first and self._runs_beside_decoding(group, seats, load):
                 yield group
+                self._passed = self._steps
 
     def _runs_beside_decoding(self, group: Group, seats: Seats, load: Load) -> bool:
         """Admit a request to a lane that decodes, if ``load`` selects one for its prompt and there is room."""

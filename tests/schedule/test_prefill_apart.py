@@ -11,6 +11,7 @@ from hypothesis import given
 from lamina.core.pipeline import Pipeline
 from lamina.core.requests import Group
 from lamina.core.steps import LAST_DRAWN
+from lamina.schedule.admission import _Preference
 from lamina.schedule.lane import Lane
 from lamina.schedule.limits import Limits
 from tests.support.clusters import Course
@@ -37,6 +38,13 @@ class SomeBeside:
 
     def pass_over(self, group: Group) -> None:
         """Delay no request."""
+
+
+class AllBeside(SomeBeside):
+    """Lets the prompt of every request run in a lane that decodes."""
+
+    def lane_for(self, group: Group, found: Any) -> int | None:
+        return self._decoding[0].number
 
 
 class Apart(Caching):
@@ -81,6 +89,32 @@ def test_every_request_ends_and_every_slot_comes_back_with_prompts_apart(request
     cluster.leave()
     cluster.check_rest()
     cluster.check_ends()
+
+
+@pytest.mark.parametrize(("reason", "admitted"), [("skipped", [0, 0, 3, 3, 5]), ("preferred", [0, 0, 0, 0, 0])])
+def test_prompts_beside_decoding_pass_a_request_that_does_not_fit_as_rarely_as_others(
+    reason: str, admitted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A skipped request is passed after each pause; a preferred request is not passed."""
+    monkeypatch.setattr("lamina.schedule.admission.PAUSE", 8)
+    under_test = scheduler({"memory0": 160}, 2, LIMITS, pipeline=Pipeline(2, 2, prefill=1))
+    under_test.placement.reserve_on("memory0", 82)
+    under_test.placement.sequences["memory0"] += 1
+    lanes, admissions = under_test._lanes, under_test._admissions
+    under_test._dealer._short.load = lambda *_: AllBeside(lanes[1:])  # type: ignore[method-assign, assignment]
+    under_test.submit(request("large", 60, max_tokens=1))
+    large = admissions._queue.first()
+    admissions._skip(large)
+    if reason == "preferred":
+        admissions._preferred = _Preference(large, 0)
+    found = []
+    for number in range(len(admitted)):
+        under_test.submit(request(str(number), 4, max_tokens=1))
+        lanes[0].allowance, lanes[1].allowance = 0, 16
+        under_test._dealer.deal()
+        found.append(len(lanes[1].running))
+        admissions.steps_completed(4)
+    assert found == admitted
 
 
 def test_a_request_decodes_in_another_lane_one_step_after_its_prompt() -> None:
