@@ -33,7 +33,7 @@ class StepTimes:
         self.most_tokens = 0.0  # most prompt tokens of a step; falls as steps are forgotten
         self._alone: float | None = None  # mean seconds of steps without prompts
         self._products, self._sums = np.zeros((3, 3)), np.zeros(3)  # normal equations of steps with prompts
-        self._parts: npt.NDArray[np.float64] | None = None
+        self._coefficients: tuple[float, float, float] | None = None  # None: to be solved for
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """Record that a step took ``seconds``."""
@@ -44,6 +44,7 @@ class StepTimes:
         return self.predict(*_work(plan))
 
     def add_sample(self, tokens: int, pairs: float, seconds: float) -> None:
+        self._coefficients = None
         if not tokens:
             before = seconds if self._alone is None else self._alone
             self._alone = before + LEARN * (seconds - before)
@@ -52,19 +53,19 @@ class StepTimes:
         row = np.array([1.0, tokens, pairs]) / _UNITS
         self._products = FORGET * self._products + np.outer(row, row)
         self._sums = FORGET * self._sums + row * seconds
-        self._parts = None
 
     def predict(self, tokens: int, pairs: float) -> float:
         """Return the predicted seconds; 0 if nothing was measured."""
-        if self._parts is None:
-            self._parts = self._solve()
-        return float(self._parts @ (np.array([1.0, tokens, pairs]) / _UNITS))
+        alpha, beta, gamma = self.coefficients
+        return alpha + beta * tokens + gamma * pairs
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
         """Seconds of a step, of each of its prompt tokens, and of each pair; 0 if nothing was measured."""
-        alpha, beta, gamma = (self._solve() / _UNITS).tolist()
-        return alpha, beta, gamma
+        if self._coefficients is None:
+            alpha, beta, gamma = (self._solve() / _UNITS).tolist()
+            self._coefficients = alpha, beta, gamma
+        return self._coefficients
 
     def _solve(self) -> npt.NDArray[np.float64]:
         """Solve least squares without negative coefficients: they are left out, the most negative first."""

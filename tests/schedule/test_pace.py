@@ -143,6 +143,16 @@ def test_times_that_are_linear_are_predicted(constant: float, row: float, pair: 
     assert times.predict(200, 1.5e6) == pytest.approx(constant + row * 200 + pair * 1.5e6, rel=1e-3, abs=1e-7)
 
 
+def test_predictions_follow_steps_without_prompts() -> None:
+    """A lane that decodes may run no prompt for a long time, while its sequences get longer."""
+    times = StepTimes()
+    assert times.predict(0, 0) == 0
+    for seconds in (1e-2, 3e-2):
+        for _ in range(50):
+            times.add_sample(0, 0, seconds)
+        assert times.predict(0, 0) == pytest.approx(seconds, rel=1e-3)
+
+
 def test_a_prediction_has_no_negative_parts() -> None:
     """Noise must not make a longer chunk look faster."""
     times = StepTimes()
