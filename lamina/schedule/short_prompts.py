@@ -98,6 +98,7 @@ class Load:
         self._prompts, self._decoding = lanes
         self._left = {lane.number: Work.of(lane.prompts_left) for lane in self._prompts}
         self._ahead = Work()
+        self._emptiest: Lane | None = None  # ``_candidate`` without a cached prefix, until a lane gets a prompt
 
     def pass_over(self, group: Group) -> None:
         """Note that a request goes to a lane for prompts. It delays those that come next by a step at most."""
@@ -124,13 +125,18 @@ class Load:
         here_s = times.begins_s(lane) + steps * times.fixed_s + added_s(waiting.plus(own))
         longest = max((one.length for one in found.values()), default=0)
         apart_s = self._apart_s(Work.after(longest, group.to_run - longest))
-        return lane.number if apart_s - here_s > delayed * added_s(own) else None
+        if apart_s - here_s <= delayed * added_s(own):
+            return None
+        self._emptiest = None
+        return lane.number
 
     def _candidate(self, found: Mapping[str, CachedPrefix]) -> tuple[Lane, int]:
         """Return the lane that decodes with the longest cached prefix on its replica, and that prefix's tokens.
 
         Of several, the one with the fewest prompt tokens left, then the fewest sequences.
         """
+        if not found and self._emptiest is not None:
+            return self._emptiest, 0
 
         def cached(lane: Lane) -> int:
             others = self._others(lane.number)
@@ -141,6 +147,7 @@ class Load:
             return -cached(lane), left, self._taken[lane.number], lane.number
 
         chosen = min(self._decoding, key=order)
+        self._emptiest = chosen if not found else self._emptiest
         return chosen, cached(chosen)
 
     def _is_beside(self, one: Lane, other: Lane) -> bool:
