@@ -175,7 +175,7 @@ class Tier:
         self._transfers.append(_Transfer(spill.number, spill.sequence, spill.blocks, parts, writes=True))
 
     def _held(self, sequence: int) -> list[npt.NDArray[np.int32]]:
-        """Return the slots of each shard of a cached sequence, whose one segment here begins with its first token."""
+        """Return the slots of each shard of a cached sequence, whose first segment here begins with its first token."""
         held = self._store.held
         return [self._store.slab.slots(key) for one in held.segments.get(sequence, [])[:1] for key in held.keys(one)]
 

@@ -124,7 +124,7 @@ class Striped(Driver):
         if one.worker not in self.stores:
             return
         held = self.stores[one.worker].held
-        (segment,) = held.segments[sequence]
+        segment = held.segments[sequence][0]  # later ones are of tokens drawn elsewhere
         shards = [key[1] % SHARDS.count for key in held.keys(segment)]
         wanted = [(ids[: (place + 1) * BLOCK], shard) for place in places for shard in shards]
         assert all(len(held.slab.slots(key)) >= (places[-1] + 1) * BLOCK for key in held.keys(segment))
