@@ -17,7 +17,7 @@ from lamina.kv.placement import CachedPrefix, Placement
 from lamina.schedule.lane import Lane
 from lamina.schedule.pace import FURTHER, StepTimes, attended_pairs
 
-TRIED = 256  # most prompt tokens beside decoding without a bound, until as many have been measured there
+SHORT = 256  # most tokens of a prompt beside decoding; of several without a bound, until as many have been measured
 EVERY = 64  # one request of so many is judged by the times of lanes for prompts, so that a bad measurement is repeated
 
 
@@ -114,9 +114,11 @@ class Load:
             return None
         own, waiting = Work.after(cached, group.to_run - cached), Work.of(lane.prompts_left)
         most, delayed = lane.allowance, 1
+        if own.tokens > SHORT:
+            return None
         if lane.pace is not None:
             most = lane.pace.tokens(lane.number, cached, most)
-        elif waiting.tokens + own.tokens > min(most, max(TRIED, times.reach)):
+        elif waiting.tokens + own.tokens > min(most, max(SHORT, times.reach)):
             return None
         else:
             delayed += sum(self._taken[one.number] for one in self._decoding if self._is_beside(one, lane))

@@ -73,7 +73,6 @@ class Unstartable(LocalWorkers):
         ({"compute": "cpu:1", "prefill": "local"}, "local is memory of the compute workers.* Use --prefill cpu:1, or"),
         ({"compute": "cpu:2", "autoscale": "prefill=2:2", **BALANCED}, "at least one must always decode"),
         ({"compute": "cpu:2", "prefill": "cpu:1", "tensor_parallel": 2}, "give --prefill a multiple of 2"),
-        ({"balance": "ledger", "compute": "cpu:2", "tensor_parallel": 2}, "KV cannot move"),
         (
             {"compute": "cpu:4", "tensor_parallel": 4, "memory": "local"},
             "2 ranks of a replica share each of the 2 KV heads, which local memory",
