@@ -177,7 +177,7 @@ def test_stages_are_linked_with_their_neighbours_in_the_replica_alone(pipeline: 
 def test_stages_that_attend_for_another_replica_are_linked_with_those_that_ask_and_that_go_on(
     pipeline: Pipeline, one_way: bool
 ) -> None:
-    """Of one attention of a step, a worker asks and a worker runs the next slice. No other links between replicas."""
+    """Check that a replica links only workers of which one asks and one runs the next slice, for the same attention."""
     pipeline = replace(pipeline, lends=True, one_way=one_way)
     computes = [f"{number}" for number in range(pipeline.replicas * pipeline.shape.workers)]
     holders, needed = pipeline.holders(computes), set[frozenset[int]]()

@@ -86,7 +86,7 @@ def test_native_over_several_tasks_and_chunks_of_rows(rows: int) -> None:
     ("rows", "inputs", "width"), [(8, 2048, 2048), (45, 2048, 2048), (9, 60, 2048), (16, 2016, 2048)]
 )
 def test_native_where_rows_share_the_sets_of_a_cache(rows: int, inputs: int, width: int) -> None:
-    """They are a multiple of 4 KiB apart, and multiplied from a copy, whose rows must not be, as 2,016 and a gap."""
+    """Multiply rows a multiple of 4 KiB apart from a copy, whose rows must not collide again, as with 2,016."""
     check(NATIVE, random(1, 1, rows, width)[..., :inputs], random(2, 40, inputs), random(3, 40))
 
 
