@@ -90,7 +90,7 @@ def import_transformers() -> None:
     """
     if isinstance(sys.modules.get(TRANSFORMERS), _Placeholder):
         utils: Any = importlib.import_module("transformers.utils")
-        # would import the package anew, with all names
+        # The function that this replaces would import transformers a second time, with all its names.
         utils.direct_transformers_import = lambda *_: sys.modules[TRANSFORMERS]
     if not hasattr(sys.modules[META_KERNELS], "__file__"):
         import_meta_kernels()

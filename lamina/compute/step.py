@@ -34,7 +34,7 @@ class Replica:
         number: Number of this worker's stage, see ``Pipeline.stage``.
         names: By stage, the compute worker with the same rank as this worker; "" for stages of fewer ranks.
         lenders: By name of local memory of another replica, the workers there that have K and V of this stage's layers,
-            and of those of the stage before; "" if there is none.
+            and the worker there with the layers of the stage before, or "" for the first stage.
         pipeline: Order in which stages run slices.
         runner: Runs this worker's slices.
         timeline: Records spans.
