@@ -109,7 +109,7 @@ class Cluster:
         return cls(topology, fabric.loaded, fabric.memory_setup, fabric.links, fabric, wanted, recalled)
 
     @property
-    def capacities(self) -> dict[str, int]:
+    def capacities(self) -> Mapping[str, int]:
         """Token slots by worker that holds KV."""
         return self.topology.capacities
 

@@ -112,8 +112,8 @@ class Topology(msgspec.Struct, frozen=True, dict=True):
         tokens = {member.name: member.scratch for member in self.members}
         return tuple((each[0], min(tokens[name] for name in each)) for each in self.replicas)
 
-    @property
-    def capacities(self) -> dict[str, int]:
+    @functools.cached_property
+    def capacities(self) -> Mapping[str, int]:
         """Token slots by worker that holds KV."""
         return {member.name: member.capacity for member in self.members if "memory" in member.roles}
 
