@@ -31,7 +31,7 @@ from lamina.core.sampling import SamplingParams
 from lamina.core.steps import Admission, DecodeRows, KvMove, SequenceStep, StepPlan
 from lamina.core.topology import FIRST
 from lamina.core.types import AttentionSpec, DType, KvElement, Overlap, Segment
-from lamina.dataplane.leases import DOORBELLS, LANDING_NBYTES, ArenaPlan, Leases, aligned, lease_nbytes
+from lamina.dataplane.leases import DOORBELLS, LANDING_NBYTES, ArenaPlan, Leases, lease_nbytes
 from lamina.dataplane.slot import Outbox, Slot
 from lamina.dataplane.transport_choice import Transport
 from lamina.dataplane.wire import reply_nbytes, request_nbytes
@@ -59,8 +59,7 @@ PLAN = ArenaPlan(
     LANDING_NBYTES,
     stages=True,
     pool_nbytes=CHUNK * PER_TOKEN,
-    leased_nbytes=lease_nbytes(0) + aligned(max(REQUEST_NBYTES, REPLY_NBYTES)),
-    links=2,
+    leases={lease_nbytes(0): 1, lease_nbytes(max(REQUEST_NBYTES, REPLY_NBYTES)): 1},
 )
 BETWEEN = Leases(PLAN).lease(0)  # of each memory worker's arena to the other
 AT, BELL = BETWEEN.offset + BETWEEN.nbytes, BETWEEN.doorbell + DOORBELLS

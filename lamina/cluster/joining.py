@@ -65,8 +65,7 @@ class Fabric:
         links: Transport of each linked pair.
         clocks: Clock of each other machine, by host; empty unless a timeline is recorded.
         pinned: Workers whose arenas may be pinned for RDMA. Such an arena has space for few links to later joiners.
-        most_links: Number of links that each worker's arena has room for, by name. Workers that an earlier engine has
-            started are not in it.
+        arenas: Parts of each worker's arena, by name. Workers that an earlier engine has started are not in it.
     """
 
     launcher: Launcher
@@ -79,7 +78,7 @@ class Fabric:
     links: dict[Pair, Choice] = field(default_factory=dict)
     clocks: dict[str, Clock] = field(default_factory=dict)
     pinned: set[str] = field(default_factory=set)
-    most_links: dict[str, int] = field(default_factory=dict)
+    arenas: dict[str, ArenaPlan] = field(default_factory=dict)
 
     @functools.cached_property
     def slab(self) -> SlabSize:
@@ -99,17 +98,17 @@ class Fabric:
 
     def register_message(self, member: Member, topology: Topology, missing: int = 0) -> Register:
         """Return the message that has a member allocate an arena for its links to other members of ``topology``, and to
-        ``missing`` workers that join later. Record the arena's number of links in ``most_links``."""
+        ``missing`` workers that join later. Record the arena's parts in ``arenas``."""
         plan, computes = self.plan, topology.computes
         spare = missing + (PINNED_SPARE_LINKS if member.name in self.pinned else SPARE_LINKS)
         own = computes.index(member.name) if member.role == "compute" else None
         size = self.arena(own, topology.pipeline, len(computes), len(topology.memories), spare)
-        self.most_links[member.name] = size.links
+        self.arenas[member.name] = size
         spin_s = plan.machines.spins_s().get(boot_id(member.host), SPIN_S)
         return Register(size, list(self.transports), spin_s, plan.config.tls, plan.is_open)
 
     def arena(self, own: int | None, pipeline: Pipeline, computes: int, memories: int, spare: int = 0) -> ArenaPlan:
-        """Return the arena of a worker with its links to the others and ``spare`` more of any kind.
+        """Return the arena of a worker with its links to the others and ``spare`` more of each kind.
 
         Args:
             own: Number of the compute worker in ``pipeline``; None: it is a memory worker.
@@ -131,7 +130,7 @@ class Fabric:
         """Forget offers, greetings and links of all workers except ``members``."""
         for name in self.offers.keys() - set(members):
             del self.offers[name], self.greetings[name]
-            self.most_links.pop(name, None)
+            self.arenas.pop(name, None)
         for pair in [pair for pair in self.links if not set(pair) <= set(members)]:
             del self.links[pair]
 

@@ -9,6 +9,7 @@ links, since untouched pages of an anonymous file cost nothing; for fewer with R
 """
 
 import bisect
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -120,15 +121,14 @@ class ArenaPlan(msgspec.Struct, frozen=True):
         landing_nbytes: most bytes of a fetch; 0: this worker fetches nothing.
         stages: True if segments may move from this worker to another.
         pool_nbytes: bytes for regions that peers fetch.
-        leased_nbytes: bytes for leases.
-        links: most leases.
+        leases: most leases by their bytes. Leases of one size have a part of their own, so that room for a number of
+            links stays room for that number, whichever others end before.
     """
 
     landing_nbytes: int
     stages: bool
     pool_nbytes: int
-    leased_nbytes: int
-    links: int
+    leases: dict[int, int]
 
     def landing(self, number: int) -> int:
         """Return the offset of a landing slot, whose doorbell has the same number."""
@@ -151,7 +151,12 @@ class ArenaPlan(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        return self.leased_at + self.leased_nbytes
+        return self.leased_at + sum(nbytes * count for nbytes, count in self.leases.items())
+
+    @property
+    def links(self) -> int:
+        """Most leases."""
+        return sum(self.leases.values())
 
     @property
     def doorbells(self) -> int:
@@ -163,28 +168,28 @@ class Leases:
     must not span two registrations."""
 
     def __init__(self, plan: ArenaPlan) -> None:
-        self._bytes = Space(plan.leased_at, plan.nbytes, PAGE)
+        self._spaces, start = dict[int, Space](), plan.leased_at
+        for nbytes, count in plan.leases.items():
+            self._spaces[nbytes] = Space(start, start := start + nbytes * count, PAGE)
         self._doorbells = Space(LANDINGS, plan.doorbells)
 
     def lease(self, slot_nbytes: int) -> Lease:
         """Return a lease with slots of ``slot_nbytes``, a multiple of ``ALIGNMENT``.
 
-        Raises TransportError if the arena has no room.
+        Raises TransportError if the arena has no room for one more of this size.
         """
-        nbytes = PROOF_NBYTES + SLOTS * slot_nbytes
-        offset, doorbell = self._bytes.allocate(nbytes), self._doorbells.allocate(DOORBELLS)
-        if offset is not None and doorbell is not None:
-            return Lease(offset, nbytes, doorbell)
-        if offset is not None:
-            self._bytes.deallocate(offset, nbytes)
-        if doorbell is not None:
-            self._doorbells.deallocate(doorbell, DOORBELLS)
-        missing = f"{nbytes} free bytes" if offset is None else f"{DOORBELLS} free doorbells"
-        raise TransportError(f"the arena has no {missing} for another link; release a link, or make a larger arena")
+        nbytes, space = PROOF_NBYTES + SLOTS * slot_nbytes, self._spaces.get(lease_nbytes(slot_nbytes))
+        if space is None or (offset := space.allocate(nbytes)) is None:
+            raise TransportError(
+                f"the arena has no {nbytes} free bytes for another link; release a link, or make a larger arena"
+            )
+        doorbell = self._doorbells.allocate(DOORBELLS)
+        assert doorbell is not None, "there are doorbells for all leases"
+        return Lease(offset, nbytes, doorbell)
 
     def end_lease(self, lease: Lease) -> None:
         """Free a part of the arena, whose peer must not be able to write any more."""
-        self._bytes.deallocate(lease.offset, lease.nbytes)
+        self._spaces[_whole_pages(lease.nbytes)].deallocate(lease.offset, lease.nbytes)
         self._doorbells.deallocate(lease.doorbell, DOORBELLS)
 
 
@@ -216,19 +221,19 @@ class Messages(msgspec.Struct, frozen=True):
     lends: bool = False
 
     def compute_arena(self, computes: int, memories: int, spare: int = 0) -> ArenaPlan:
-        """Return the arena of a compute worker with links to all other workers, and ``spare`` more of any kind."""
-        others = computes - 1 if self.context else 0
-        leased = memories * lease_nbytes(self.reply) + others * lease_nbytes(self.context)
-        leased += spare * lease_nbytes(max(self.reply, self.context)) + (self.ranks - 1) * lease_nbytes(self.sums)
-        pool = POOLED_MESSAGES * self.fetched_from_compute
-        return ArenaPlan(self.landing, self.lends, pool, leased, memories + others + spare + self.ranks - 1)
+        """Return the arena of a compute worker with links to all other workers, and to ``spare`` more of each kind."""
+        leases = Counter({lease_nbytes(self.reply): memories + spare})
+        if self.context:
+            leases[lease_nbytes(self.context)] += computes - 1 + spare
+        leases[lease_nbytes(self.sums)] += self.ranks - 1
+        return ArenaPlan(self.landing, self.lends, POOLED_MESSAGES * self.fetched_from_compute, dict(+leases))
 
     def memory_arena(self, computes: int, memories: int, spare: int = 0) -> ArenaPlan:
-        """Return the arena of a memory worker with links to all other workers, and ``spare`` more of any kind."""
-        others = memories - 1
-        leased = (computes + spare) * lease_nbytes(self.request) + others * lease_nbytes(0)
+        """Return the arena of a memory worker with links to all other workers, and to ``spare`` more of each kind."""
+        leases = Counter({lease_nbytes(self.request): computes + spare})
+        leases[lease_nbytes(0)] += memories - 1 + spare
         pool = POOLED_MESSAGES * self.fetched_from_memory
-        return ArenaPlan(self.landing, memories + spare > 1 or self.lends, pool, leased, computes + others + spare)
+        return ArenaPlan(self.landing, memories + spare > 1 or self.lends, pool, dict(+leases))
 
 
 def slot_rows(rows: int, links: int) -> int:

@@ -157,22 +157,22 @@ class ResizePlanner:
         """Raise ConfigError if the arena of a member has too little room for its links once each pool has grown by
         ``growth``. Beyond that, workers that join would take the room of lost ones, which could not be replaced."""
         sizes = {pool: size + growth.get(pool, 0) for pool, size in self.wanted.items()}
-        most = self.fabric.most_links
-        for pool in sizes:
-            members = [name for name in self.topology.names if self.topology.pool_of(name) == pool and name in most]
-            name = min(members, key=lambda one: (most[one], one), default="")
-            if name and (needed := self._links_in(pool, sizes)) > most[name]:
-                raise ConfigError(
-                    f"{name} has room for links to {most[name]} workers, and would need links to {needed}; "
-                    "let fewer join, or start the cluster with more workers"
-                )
+        needed = {pool: self._links_in(pool, sizes) for pool in sizes}
+        for name in sorted(self.topology.names & self.fabric.arenas.keys()):
+            room = self.fabric.arenas[name].leases
+            for nbytes, links in needed[self.topology.pool_of(name)].items():
+                if links > room.get(nbytes, 0):
+                    raise ConfigError(
+                        f"{name} has room for {room.get(nbytes, 0)} links of {nbytes} bytes, and would need {links}; "
+                        "let fewer workers join, or start the cluster with more"
+                    )
 
-    def _links_in(self, pool: Pool, sizes: Mapping[Pool, int]) -> int:
-        """Return how many links each worker of a pool has if the pools have these sizes."""
+    def _links_in(self, pool: Pool, sizes: Mapping[Pool, int]) -> Mapping[int, int]:
+        """Return how many links each worker of a pool has if the pools have these sizes, by their bytes."""
         prefills, computes = sizes["prefill"], sizes["prefill"] + sizes["compute"]
         own = {"prefill": 0, "compute": prefills, "memory": None}[pool]
         pipeline = self.pipeline.with_workers(prefills, sizes["compute"])
-        return self.fabric.arena(own, pipeline, computes, sizes["memory"]).links
+        return self.fabric.arena(own, pipeline, computes, sizes["memory"]).leases
 
     def _least(self, pool: Pool) -> int:
         """Return how many workers must stay in a pool."""

@@ -17,9 +17,7 @@ from tests.support.null_transport import NullEndpoint
 from tests.support.sweep import MANY_EXAMPLES
 
 SLOT, LARGEST = 64 + 64, 400
-PLAN = ArenaPlan(
-    landing_nbytes=150, stages=False, pool_nbytes=LARGEST + 64, leased_nbytes=8 * lease_nbytes(128), links=8
-)
+PLAN = ArenaPlan(landing_nbytes=150, stages=False, pool_nbytes=LARGEST + 64, leases={lease_nbytes(128): 8})
 
 
 def content(kind: int, lane: int, turn: int, nbytes: int) -> np.ndarray:

@@ -51,7 +51,7 @@ class Ends:
 @contextlib.contextmanager
 def linked(count: int) -> Iterator[list[Ends]]:
     names = [f"compute{number}" for number in range(count)]
-    plan = ArenaPlan(0, False, 0, count * lease_nbytes(SLOT_NBYTES), count)
+    plan = ArenaPlan(0, False, 0, {lease_nbytes(SLOT_NBYTES): count})
     with contextlib.ExitStack() as resources:
         stations = {
             name: Station(name, resources.enter_context(contextlib.closing(ShmEndpoint(name))), plan) for name in names

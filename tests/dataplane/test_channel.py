@@ -69,7 +69,7 @@ def test_a_lost_peer_is_told_of(channel: Channel) -> None:
         channel.outbox.write_and_ring([], 1)
 
 
-PLAN = ArenaPlan(landing_nbytes=0, stages=False, pool_nbytes=256, leased_nbytes=lease_nbytes(128), links=1)
+PLAN = ArenaPlan(landing_nbytes=0, stages=False, pool_nbytes=256, leases={lease_nbytes(128): 1})
 
 
 @pytest.fixture

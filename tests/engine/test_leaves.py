@@ -19,6 +19,7 @@ from lamina.core.errors import ConfigError, TransportError
 from lamina.core.heads import HeadShards
 from lamina.core.pipeline import Pipeline, Shape
 from lamina.core.topology import FIRST, Member, Pool, Role, Topology, may_run
+from lamina.dataplane.leases import ArenaPlan
 from lamina.engine.changes import Joiner, JoinStage, Leaves
 from lamina.engine.members import Members
 from lamina.engine.pools import Pools, Resize
@@ -27,6 +28,7 @@ from lamina.kv.placement import Placement
 from lamina.kv.stripes import placement
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import Turn
+from lamina.transport.arena import PAGE
 from tests.support.bare_cluster import bare_cluster
 from tests.support.schedules import plan_of, request, scheduler
 
@@ -93,8 +95,8 @@ def pools_of(
         turn.scheduler.placement = Placement(topology.capacities)
     plan = Mock(compute_setup=Mock(local=bool(topology.local)), start_s=60.0, limits=Limits(8, 64, 60))
     control, workers, fabric = Mock(), Mock(), Mock(plan=plan)
-    fabric.most_links, fabric.memory_setup.attentions = {}, [Mock(), Mock()]
-    fabric.arena = lambda own, pipeline, computes, memories: Mock(links=computes + memories - 1)
+    fabric.arenas, fabric.memory_setup.attentions = {}, [Mock(), Mock()]
+    fabric.arena = lambda own, pipeline, computes, memories: Mock(leases={PAGE: computes + memories - 1})
     fabric.plan.config.prefill, fabric.plan.config.compute = None, f"cpu:{len(topology.computes)}"
     fabric.launcher.default_kind = lambda pool: "cpu"
     waiting = agents if isinstance(agents, list) else [*agents]
@@ -155,11 +157,15 @@ def test_a_change_that_has_been_asked_for_cannot_be_cancelled() -> None:
     assert resize.future.result(0) == []
 
 
+def room_for(links: int) -> ArenaPlan:
+    return ArenaPlan(0, stages=False, pool_nbytes=0, leases={PAGE: links})
+
+
 def test_pools_grow_no_further_than_a_memory_worker_has_room_for_links() -> None:
     """Lost workers could not be replaced once others have taken the room of their links."""
     pools = pools_of(TOPOLOGY)
-    pools._fabric.most_links.update({"memory0": 3, "memory1": 5})
-    with pytest.raises(ConfigError, match="memory0 has room for links to 3 workers, and would need links to 4"):
+    pools._fabric.arenas.update({"memory0": room_for(3), "memory1": room_for(5)})
+    with pytest.raises(ConfigError, match="memory0 has room for 3 links of 4096 bytes, and would need 4"):
         pools.resize({"memory": PoolChange(2, "")}, Resize())
     pools.resize({"memory": PoolChange(1, "")}, Resize())
     assert pools.wanted["memory"] == 3
@@ -167,11 +173,11 @@ def test_pools_grow_no_further_than_a_memory_worker_has_room_for_links() -> None
 
 def test_an_agent_whose_worker_would_take_the_room_of_lost_ones_is_told_so() -> None:
     pools = pools_of(TOPOLOGY, agents=["memory"])
-    pools._fabric.most_links.update({"memory0": 2})
+    pools._fabric.arenas.update({"memory0": room_for(2)})
     pools.turn(steady=True)
     assert pools.coming("memory") == 0 and pools.wanted["memory"] == 2
     ((pool, why),) = [call.args for call in cast(Mock, pools._fabric.launcher).refuse_offers.mock_calls]
-    assert pool == "memory" and why.startswith("memory0 has room for links to 2 workers, and would need links to 3")
+    assert pool == "memory" and why.startswith("memory0 has room for 2 links of 4096 bytes, and would need 3")
 
 
 def test_a_replica_that_leaves_stays_as_a_whole_once_the_other_one_is_lost() -> None:

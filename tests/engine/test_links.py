@@ -67,7 +67,7 @@ class Arenas:
         pool = self.topology.pool_of(next(iter(names)))
         self.topology = self.topology.left(names, self.with_counts(pool, -len(names)))
         for name in names:
-            del self.fabric.most_links[name]
+            del self.fabric.arenas[name]
 
     def join(self, pool: Pool, count: int) -> None:
         """Let groups of workers join a pool one after the other."""
@@ -117,6 +117,7 @@ POOLS = st.sampled_from(cast(Sequence[Pool], ("compute", "memory")))
     st.lists(st.tuples(POOLS, st.integers(-4, 9), st.booleans()), min_size=1, max_size=8),
 )
 @example(Shape(), True, 1, 0, [("compute", 9, False)])
+@example(Shape(), False, 2, 5, [("memory", -4, False), ("compute", 8, False), ("compute", 2, False)])
 @example(
     Shape(), False, 1, 1, [("memory", 8, False), ("memory", -4, False), ("memory", -4, False), ("memory", 9, False)]
 )

@@ -30,7 +30,7 @@ SPECS = [
     AttentionSpec(layer=0, query_heads=2, kv_heads=2, qk_dim=4, v_dim=4, scale=1.0),
     AttentionSpec(layer=1, query_heads=2, kv_heads=1, qk_dim=8, v_dim=2, scale=1.0),  # other sizes, as in MLA
 ]
-PLAN = ArenaPlan(landing_nbytes=200, stages=True, pool_nbytes=0, leased_nbytes=2 * lease_nbytes(0), links=2)
+PLAN = ArenaPlan(landing_nbytes=200, stages=True, pool_nbytes=0, leases={lease_nbytes(0): 2})
 CAPACITY = 40
 
 

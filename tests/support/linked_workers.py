@@ -13,7 +13,7 @@ from lamina.worker.links import Member, open_links
 SECRET = b"a secret of these tests"
 TIMEOUT_S = 30.0
 SHM, TCP = Transport.SHM, Transport.TCP
-PLAN = ArenaPlan(0, stages=False, pool_nbytes=256, leased_nbytes=3 * lease_nbytes(128), links=3)
+PLAN = ArenaPlan(0, stages=False, pool_nbytes=256, leases={lease_nbytes(128): 3})
 LONG_SPIN_S = 0.001
 
 

@@ -35,7 +35,7 @@ ALL = Topology(
 SLOT = 128
 SMALL, LARGE = 8, 128  # bytes of messages, in a slot and to be fetched
 LINKS = len(NAMES) - 1  # an arena has room for no more: another worker gets the lease of a lost one
-PLAN = ArenaPlan(0, stages=False, pool_nbytes=512, leased_nbytes=LINKS * lease_nbytes(SLOT), links=LINKS)
+PLAN = ArenaPlan(0, stages=False, pool_nbytes=512, leases={lease_nbytes(SLOT): LINKS})
 FOREVER = 1 << 30
 
 
