@@ -103,7 +103,7 @@ class SliceProgram:
         self._weights = weights
         self._shapes = tuple(result.shape for result in steps.results)
         self._widths = [steps.widths[matrix] for matrix in steps.inputs]
-        self._embedding = steps.embedding
+        self._embedding = None if steps.embedding is None else steps.embedding.view(torch.int16).numpy()
         self._program = _assemble(steps, _join_products(steps.steps))
 
     def run(self, ids: Tensor, inputs: Sequence[Tensor], workspace: Workspace) -> SliceOutput:
@@ -117,7 +117,8 @@ class SliceProgram:
         """
         rows, threads = workspace.rows, torch.get_num_threads()
         if self._embedding is not None:
-            inputs = (*inputs, torch.embedding(self._embedding, ids))
+            # This thread alone: after an operation of torch on more elements, others spin for milliseconds.
+            inputs = (*inputs, torch.from_numpy(self._embedding.take(ids.numpy(), 0)).view(_ELEMENT))
         results = workspace.results(self._shapes)
         for tensor, width in zip(inputs, self._widths, strict=True):
             if tensor.numel() != rows * width or tensor.dtype != _ELEMENT or not tensor.is_contiguous():

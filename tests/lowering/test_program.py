@@ -1,10 +1,12 @@
 """A slice run as a native program computes, bit for bit, what it computes as a graph."""
 
 import functools
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina import _native
 from lamina.core.types import DType
@@ -82,6 +84,31 @@ def test_logits_are_those_of_the_graph(name: str) -> None:
     last.program = None
     by_graph = last.run(ids, ids, attention, context, last.prepare(ids)).logits
     assert by_program is not None and by_graph is not None and torch.equal(by_program, by_graph)
+
+
+class Computing(TorchDispatchMode):
+    """Notes operations of torch that compute so many elements that torch starts threads, which then spin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        views = {one.data_ptr() for one in args if isinstance(one, Tensor)}
+        if isinstance(result, Tensor) and result.numel() > 1 << 15 and result.data_ptr() not in views:
+            self.noted.append(func.__name__)
+        return result
+
+
+def test_a_program_of_many_rows_computes_nothing_with_threads_of_torch() -> None:
+    rows = 4000
+    _, slices = loaded("llama")
+    ids = torch.arange(rows) % 90
+    prepared = slices[0].prepare(ids)
+    with Computing() as computing:
+        slices[0].run(ids, ids, None, (), prepared, Workspace(rows))
+    assert {name.split(".")[0] for name in computing.noted} <= {"empty"}
 
 
 @pytest.mark.parametrize("name", sweep(["llama", "qwen3", "phi3"], ["phi3"]))

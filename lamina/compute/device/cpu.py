@@ -67,7 +67,8 @@ class NativeTransfers:
     ) -> Tensor:
         exchanged, key = self._exchanged, (spec.query_heads, spec.v_dim)
         if key not in self._outs:
-            out = torch.zeros(exchanged.rows, *key, dtype=self._dtype)
+            out = torch.empty(exchanged.rows, *key, dtype=self._dtype)  # torch would fill many with several threads
+            out[exchanged.total :] = 0
             self._outs[key] = out, as_numpy(out)[: exchanged.total]
         out, tokens = self._outs[key]
         heads = spec.query_heads // exchanged.shards
