@@ -46,6 +46,9 @@ class Slab(Generic[Key]):
     """Allocates slots to segments, with a last-in-first-out free list and reference counts.
 
     Not thread-safe: one thread owns it. An operation that raises has changed nothing.
+
+    Attributes:
+        reach: All slots from this number on have never been allocated.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -56,6 +59,7 @@ class Slab(Generic[Key]):
         self._free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
         self._free_count = capacity
         self._reserved = 0
+        self.reach = 0
         self._references = np.zeros(capacity, np.int32)
         self._tables: dict[Key, _PageTable] = {}
         self._shortened: dict[Key, None] = {}
@@ -211,6 +215,7 @@ class Slab(Generic[Key]):
             count = whole
         self._free_count -= count
         self._reserved += count
+        self.reach = max(self.reach, self.capacity - self._free_count)
         table.hold(self._free[self._free_count : self._free_count + count][::-1])
 
     def _give_up(self, table: _PageTable) -> None:

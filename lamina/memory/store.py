@@ -169,6 +169,7 @@ class KvStore:
         self.device.forget(self.slab.take_shortened())
         count = ranks or self._ranks
         steps = [self._plan_step(plan, rank, count) for rank in range(count)]
+        self.device.prepare(self.slab.reach)
         if self._forgets:
             self.held.note_starts(plan.lane, [step.rows for step in steps])
         if plan.chunks:

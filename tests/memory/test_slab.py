@@ -22,6 +22,7 @@ class SlabMachine(RuleBasedStateMachine):
         self.slab = Slab[int](CAPACITY)
         self.model: dict[int, list[int]] = {}
         self.next_sequence = 0
+        self.seen = 0  # the highest slot given so far, and 1
 
     def owned(self) -> set[int]:
         return {slot for slots in self.model.values() for slot in slots}
@@ -146,6 +147,8 @@ class SlabMachine(RuleBasedStateMachine):
             assert len(set(slots)) == len(slots)
         assert self.slab.used == len(self.owned())
         assert self.slab.free_slots == CAPACITY - len(self.owned())
+        self.seen = max(self.seen, 1 + max(self.owned(), default=-1))
+        assert self.seen <= self.slab.reach <= CAPACITY
 
     @invariant()
     def references_and_free_list_are_exact(self) -> None:

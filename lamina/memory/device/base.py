@@ -195,6 +195,10 @@ class Device(Mapper, Protocol):
     def forget(self, segments: Sequence[Hashable]) -> None:
         """Drop cached data of segments that have ended or lost tokens. Earlier tables stay valid."""
 
+    def prepare(self, slots: int) -> None:
+        """Prepare memory that tokens will need next, the first ``slots`` slots being in use. Takes at most the time of
+        a few pages."""
+
     def renew(self, target: Slots, source: Slots, first_query: int) -> None:
         """Copy KV from the slots ``source`` [T] to ``target`` [T], which hold the same tokens.
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from lamina.core.types import AttentionSpec, KvElement
 from lamina.kernels.attention import Scales, append, partial, partial_tasks
-from lamina.kernels.host_memory import allocate
+from lamina.kernels.host_memory import PagesAhead, allocate
 from lamina.kernels.segments import STORAGE, SegmentTable
 from lamina.memory.cuts import MOST_PRODUCTS, cuts
 from lamina.memory.device.base import Array, Floats, New, Pairs, Slots, SlotsOf, parts
@@ -62,6 +62,8 @@ class Cpu:
         windows = {size: Windows(size, capacity, needed) for size in sizes if needed is not None}
         self._windows = [windows.get(spec.window) for spec in attentions]
         self._slabs = [KvArrays.allocate(spec, element, capacity) for spec in attentions]
+        whole = [slab for slab, window in zip(self._slabs, self._windows, strict=True) if window is None]
+        self._pages = PagesAhead([array for slab in whole for array in slab.arrays])
 
     inboxes = None
 
@@ -110,6 +112,9 @@ class Cpu:
 
     def forget(self, segments: Sequence[Hashable]) -> None:
         """Do nothing: nothing is cached by segment."""
+
+    def prepare(self, slots: int) -> None:
+        self._pages.prepare(slots)
 
     def attend(
         self, layer: int, table: SegmentTable, q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None

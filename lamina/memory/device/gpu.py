@@ -269,6 +269,9 @@ class Gpu:
         for segment in segments:
             self._pages.tables.free(segment)
 
+    def prepare(self, slots: int) -> None:
+        """Do nothing: the slabs' memory is resident."""
+
     def attend(
         self,
         layer: int,
