@@ -128,10 +128,12 @@ class PositionTable:
     """A prelude's results for positions 0, 1, ...: computed once, then looked up. Without a prelude, the constants.
 
     A prelude's result for a position does not depend on other positions. ``positions`` is the number of positions that
-    the model supports; the prelude may raise for larger ones.
+    the model supports; the prelude may raise for larger ones. Positions are computed in blocks as steps reach them: to
+    compute thousands takes longer than a step.
     """
 
-    FIRST, MOST = 1 << 12, 1 << 17  # positions in the first table, and in the largest
+    FIRST, MOST = 1 << 12, 1 << 17  # positions for which the first table has room, and the largest
+    BLOCK = 1 << 8  # positions; computed by one thread, since other threads of torch spin for a while afterwards
 
     def __init__(
         self,
@@ -150,8 +152,8 @@ class PositionTable:
             next((d for d, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n), None)
             for a, b in zip(shorter, longer, strict=True)
         ]
-        self._count = 0
-        self._table: tuple[Tensor, ...] = ()
+        self._known = self._room = 0  # positions computed, and those for which the table has room
+        self._table = shorter
 
     def _compute(self, positions: Tensor) -> tuple[Tensor, ...]:
         if self._prelude is None:
@@ -165,14 +167,34 @@ class PositionTable:
         needed = int(positions.max()) + 1 if positions.shape[0] else 0
         if needed > self._most:
             return self._compute(positions)
-        if needed > self._count:
-            self._count = min(self._most, max(self.FIRST, 1 << (needed - 1).bit_length()))
-            self._table = self._compute(torch.arange(self._count))
+        if needed > self._known:
+            self._extend(min(self._most, -(-needed // self.BLOCK) * self.BLOCK))
         there = positions.to(self._device)
         return tuple(
             value if dim is None else value.index_select(dim, there)
             for value, dim in zip(self._table, self._dims, strict=True)
         )
+
+    def _extend(self, stop: int) -> None:
+        """Compute the positions up to ``stop``."""
+        known, further = self._known, self._compute(torch.arange(self._known, stop))
+        if stop > self._room:
+            self._room = min(self._most, max(self.FIRST, 1 << (stop - 1).bit_length()))
+            old, self._table = self._table, tuple(map(self._with_room, further, self._dims))
+            self._write(old, 0, known)
+        self._write(further, known, stop - known)
+        self._known = stop
+
+    def _with_room(self, value: Tensor, dim: int | None) -> Tensor:
+        if dim is None:
+            return value
+        return value.new_empty([self._room if d == dim else size for d, size in enumerate(value.shape)])
+
+    def _write(self, values: Sequence[Tensor], start: int, count: int) -> None:
+        """Copy the first ``count`` positions of ``values`` to the table, from position ``start`` on."""
+        for table, value, dim in zip(self._table, values, self._dims, strict=True):
+            if dim is not None and count:
+                table.narrow(dim, start, count).copy_(value.narrow(dim, 0, count))
 
 
 @dataclass(frozen=True)

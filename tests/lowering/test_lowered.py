@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
@@ -35,6 +35,28 @@ def test_positions_looked_up_are_those_computed(steps: list[list[int]]) -> None:
         positions = torch.tensor(step)
         for found, computed in zip(table.lookup(positions), PRELUDE(FREQUENCIES, positions), strict=True):
             assert torch.equal(found, computed)
+
+
+@given(st.lists(st.integers(1, 9000), min_size=1, max_size=4))
+@settings(max_examples=20)
+def test_each_position_is_computed_once_and_no_step_computes_many_more_than_its_own(reached: list[int]) -> None:
+    computed: list[int] = []
+    table, most = PositionTable(PRELUDE, [FREQUENCIES], 10_000), 0
+    compute = table._compute
+
+    def note(positions: Tensor) -> tuple[Tensor, ...]:
+        computed.extend(positions.tolist())
+        return compute(positions)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table, "_compute", note)
+        for stop in reached:
+            computed.clear()
+            table.lookup(torch.tensor([0, stop - 1]))
+            assert computed == list(range(most, most + len(computed))) and len(computed) < max(0, stop - most) + 256
+            most += len(computed)
+            for found, expected in zip(table.lookup(torch.arange(stop)), compute(torch.arange(stop)), strict=True):
+                assert torch.equal(found, expected)
 
 
 def test_no_position_beyond_the_known_ones_is_computed_unasked() -> None:
