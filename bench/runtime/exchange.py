@@ -119,14 +119,14 @@ class Case:
         for layer in range(layers):
             begun = time.perf_counter()
             exchange.send_requests(layer, SPEC, self.output)
-            self.mail.expect(0, exchange.peers)
+            self.mail.expect(0, exchange.repliers(layer))
             sending_s = time.perf_counter() - begun
             for memory in self.memories:
                 _answer(memory)
             begun = time.perf_counter()
             while missing := self.mail.missing[0]:
                 self.mail.receive(self.compute.endpoint.wait, missing, WAIT_S)
-            exchange.gather(SPEC, None, None)
+            exchange.gather(layer, SPEC, None, None)
             self.mail.flush()
             times.append(sending_s + time.perf_counter() - begun)
         exchange.return_slots()

@@ -288,7 +288,7 @@ def prepare_workers(
     if has_slab:
         given = untouched_bytes(plan, fabric.loaded, scratch, greeted)  # by host: bytes of memory allocated here
         hellos = {name: greeted[name] for name in names}
-        slots = yield from _make_slabs(control, fabric, hellos, role, lambda host: promised(host) + given[host])
+        slots = yield from _make_slabs(control, fabric, hellos, pool, lambda host: promised(host) + given[host])
     return tuple(member_of(name, role, kind, greeted[name], slots, scratch) for name, kind in kinds.items())
 
 
@@ -314,19 +314,20 @@ def _require_device(plan: ClusterPlan, greeted: Mapping[str, Hello]) -> None:
 
 
 def _make_slabs(
-    control: ControlServer, fabric: Fabric, greeted: Mapping[str, Hello], role: Role, promised: Callable[[str], int]
+    control: ControlServer, fabric: Fabric, greeted: Mapping[str, Hello], pool: Pool, promised: Callable[[str], int]
 ) -> Conversation[dict[str, int]]:
     """Have workers make their slabs, one after the other. Returns the token slots of the workers that segments name.
 
     Args:
         greeted: First message of each worker: a memory worker, or the compute workers of one replica in order.
-        role: Their role.
+        pool: Their pool.
         promised: Returns, for a host, the bytes that other workers were given but have not yet used.
     """
-    plan, setup, names = fabric.plan, fabric.memory_setup, list(greeted)
+    plan, setup, role = fabric.plan, fabric.memory_setup, role_of(pool)
     slots, given = dict[str, int](), Counter[str]()
     for name, hello in greeted.items():
-        own = local_setup(setup, plan.pipeline, names, name) if role == "compute" else setup
+        shape = plan.pipeline.shape_in(pool)
+        own = local_setup(setup, shape, list(greeted), name) if role == "compute" else setup
         home = own.home or name  # no stage has more slots than the one before it
         most, threads = slots.get(home, setup.capacity), plan.threads(role, hello)
         own = msgspec.structs.replace(own, capacity=most, threads=threads)

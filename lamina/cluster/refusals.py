@@ -265,12 +265,6 @@ KEEP_ROLE = "with local memory, tensor-parallel replicas on GPUs keep their role
 def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> Iterator[Refusal]:
     given, made = f"memory {','.join(memories)}", replicas(config, len(computes))
     ranks = made.most_ranks
-    if made.early != made.late:
-        yield Refusal(
-            f"{given}, prefill {config.prefill} and compute {config.compute}",
-            "replicas with local memory get the K and V of prompts from the same ranks and stages of other replicas",
-            "give both pools the same degrees, or use memory workers, such as --memory cpu:1",
-        )
     if made.count > 1 and config.pipelining == "rotational":
         yield Refusal(
             f"{given} and pipelining rotational",

@@ -13,7 +13,7 @@ from lamina.cluster.pool import CPU, PLACE_S, RUNNABLE
 from lamina.config.engine_config import EngineConfig, overcommit
 from lamina.control.messages import ComputeSetup, Hello, MemorySetup, ModelLoaded
 from lamina.core.errors import ConfigError
-from lamina.core.pipeline import Arrangement, Pipeline
+from lamina.core.pipeline import Arrangement, Pipeline, Shape
 from lamina.core.topology import Pool, Role
 from lamina.core.types import DType, Overlap
 from lamina.dataplane.leases import SLOTS
@@ -238,7 +238,12 @@ class ClusterPlan:
 
     def slab_setup(self, setup: MemorySetup, name: str) -> MemorySetup:
         """Return the setup of the slab of a worker, given that of any memory worker."""
-        return setup if name in self.kinds["memory"] else local_setup(setup, self.pipeline, self.computes, name)
+        if name in self.kinds["memory"]:
+            return setup
+        order, computes = self.pipeline, self.computes
+        replica = order.replica_at(computes.index(name))
+        own = order.workers_in(replica)
+        return local_setup(setup, order.shape_of(replica), computes[own.start : own.stop], name)
 
     @property
     def pools(self) -> dict[str, Pool]:
@@ -294,7 +299,7 @@ class ClusterPlan:
         )
 
 
-def local_setup(setup: MemorySetup, pipeline: Pipeline, computes: Sequence[str], name: str) -> MemorySetup:
+def local_setup(setup: MemorySetup, shape: Shape, replica: Sequence[str], name: str) -> MemorySetup:
     """Return the setup of a slab in a compute worker's own memory.
 
     Such a slab receives no messages: it needs no mini-batches, and no device polls. It has no disk, which nothing would
@@ -302,19 +307,17 @@ def local_setup(setup: MemorySetup, pipeline: Pipeline, computes: Sequence[str],
 
     Args:
         setup: The setup of a memory worker.
-        pipeline: Of a model that is loaded.
-        computes: All compute workers of some replicas, in order.
+        shape: The shape of the worker's replica, of a model that is loaded.
+        replica: All compute workers of the replica, in order.
         name: One of them.
     """
     own = msgspec.structs.replace(setup, overlap=Overlap(), overcommit=1.0, polling="host")
-    shape = pipeline.shape  # local memory is on replicas of the same shape
     if shape.stages == 1:
         return own
-    number, layers = computes.index(name), len(setup.attentions)
-    stage = number // shape.ranks % shape.stages
+    stage, rank = divmod(replica.index(name), shape.ranks)
+    layers = len(setup.attentions)
     start, stop = (min(each, layers) for each in (*shape.starts, layers)[stage : stage + 2])
-    home = number // shape.workers * shape.workers + number % shape.ranks
-    return msgspec.structs.replace(own, home=computes[home], layers=(start, stop))
+    return msgspec.structs.replace(own, home=replica[rank], layers=(start, stop))
 
 
 def cluster_plan(

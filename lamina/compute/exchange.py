@@ -42,15 +42,21 @@ class RemoteShare:
     """The part of a step whose attention one memory worker computes, or a compute worker that lends its memory.
 
     Attributes:
+        channel: To the worker that gets the requests, or the last of them.
         lane: Lane of the requests.
-        former: The worker that replies to the requests of the stage before.
+        owners: By attention, the channel to the worker that has its K and V, which gets the request; empty: ``channel``
+            for all. None for attentions that this worker neither asks for nor merges.
     """
 
     channel: Channel
     rows: MessageRows
     pieces: tuple[Piece, ...]
     lane: int
-    former: str
+    owners: tuple[Channel | None, ...] = ()
+
+    def owner(self, index: int) -> Channel:
+        """Return the channel to the worker that computes attention ``index``."""
+        return (self.owners[index] or self.channel) if self.owners else self.channel
 
     @functools.cached_property
     def is_whole(self) -> bool:
@@ -73,9 +79,6 @@ class StepExchange:
     """The exchange of one step with its memory workers: planned once per step, run once per attention.
 
     Tensors have ``rows`` rows, at least as many as the plan has tokens; the rest are padding and attend to nothing.
-
-    Attributes:
-        peers: names of the workers that get a request for every attention.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class StepExchange:
         rank: Rank = ONLY,
         scratch: ScratchShare | None = None,
         door: int | None = None,
-        lenders: Mapping[str, tuple[str, str]] | None = None,
+        lenders: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """Plan the exchange.
 
@@ -130,11 +133,10 @@ class StepExchange:
         self._remotes = list[RemoteShare]()
         for worker, message in messages.items():
             if not message.empty:
-                near, former = lenders.get(worker, (worker, worker))
-                to, cut = (lane + LENT, Overlap()) if worker in lenders else (lane, overlap)
-                self._remotes.append(RemoteShare(mail.channels[near], message, pieces(message, cut), to, former))
-        self.peers = [remote.channel.name for remote in self._remotes]
-        self._former_peers = [remote.former for remote in self._remotes]
+                owners = tuple(mail.channels[name] if name else None for name in lenders.get(worker, ()))
+                to, cut = (lane + LENT, Overlap()) if owners else (lane, overlap)
+                near = next((one for one in reversed(owners) if one), None) or mail.channels[worker]
+                self._remotes.append(RemoteShare(near, message, pieces(message, cut), to, owners))
         self._sizes: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # by shape of heads
         self._unread: list[Arrival] = []  # replies that the device may still read
         here = [] if self._chunks is None else [_shards_of(self._chunks.rows, own.count)]
@@ -156,9 +158,9 @@ class StepExchange:
             )
         )
 
-    def repliers(self, moved: bool) -> list[str]:
-        """Return the workers that reply to an attention. ``moved``: whether the stage before has sent the requests."""
-        return self._former_peers if moved else self.peers
+    def repliers(self, index: int) -> list[str]:
+        """Return the workers that reply to the requests of attention ``index``."""
+        return [remote.owner(index).name for remote in self._remotes]
 
     @property
     def local_rows(self) -> int:
@@ -174,24 +176,24 @@ class StepExchange:
         """Send q, k and v of attention ``index`` to all memory workers. Raises PeerLostError."""
         if not self._remotes:
             return
-        turn, sizes = self._turn + index, self._sizes_of(spec)
+        turn, sizes, channels = self._turn + index, self._sizes_of(spec), [one.owner(index) for one in self._remotes]
         slots = [
-            remote.channel.place(nbytes[0]) if remote.is_whole else None
-            for remote, nbytes in zip(self._remotes, sizes, strict=True)
+            channel.place(nbytes[0]) if remote.is_whole else None
+            for remote, channel, nbytes in zip(self._remotes, channels, sizes, strict=True)
         ]
         bodies = [
-            0 if slot is None else remote.channel.bodies[slot].address
-            for remote, slot in zip(self._remotes, slots, strict=True)
+            0 if slot is None else channel.bodies[slot].address for channel, slot in zip(channels, slots, strict=True)
         ]
         queries, keys, values = self._transfers.fill_messages(output.q, output.k, output.v, bodies)
         self._free_replies()
         pulls = any(remote.rows.pulled for remote in self._remotes)
         bulk = self._transfers.bulk(output.k, output.v) if pulls else None
-        for remote, nbytes, slot, rows, k, v in zip(self._remotes, sizes, slots, queries, keys, values, strict=True):
+        parts = zip(self._remotes, channels, sizes, slots, queries, keys, values, strict=True)
+        for remote, channel, nbytes, slot, rows, k, v in parts:
             if remote.is_whole:
-                remote.channel.send_message(remote.lane, turn, nbytes[0], (k, v, rows) if slot is None else (), slot)
+                channel.send_message(remote.lane, turn, nbytes[0], (k, v, rows) if slot is None else (), slot)
                 continue
-            message = remote.channel.begin(remote.lane, turn, *nbytes)
+            message = channel.begin(remote.lane, turn, *nbytes)
             if bulk is not None and remote.rows.pulled:
                 self._lay_out(remote, message, spec, bulk)
             for piece in remote.pieces:
@@ -289,23 +291,20 @@ class StepExchange:
         q, k, v = arrays
         return q[:total], k[:total], v[:total]
 
-    def gather(
-        self, spec: AttentionSpec, chunks: Partial | None, sinks: Floats | None, moved: bool = False
-    ) -> torch.Tensor:
-        """Merge ``chunks``, the partial of ``attend_here`` and the replies, which must all have arrived.
-
-        ``moved`` is that of ``repliers``.
+    def gather(self, index: int, spec: AttentionSpec, chunks: Partial | None, sinks: Floats | None) -> torch.Tensor:
+        """Merge ``chunks``, the partial of ``attend_here`` and the replies of attention ``index``, which must all have
+        arrived.
 
         Returns attention out [rows, Hq, Dv]. The next call for the same numbers and sizes of heads overwrites it.
         """
-        arrivals = [self._mail.pop_message(self._lane, peer) for peer in self.repliers(moved)]
+        arrivals = [self._mail.pop_message(self._lane, peer) for peer in self.repliers(index)]
         local = [] if self._chunks is None or chunks is None else [chunks]
         if self._share_partial is not None:
             local.append(self._share_partial)
-        # The device keeps views of slots, which are those of ``peers``.
+        # The device keeps views of slots, which are those of each share's ``channel``.
         replies = [
-            (one.slot if one.channel.name == peer else -1, one.whole)
-            for one, peer in zip(arrivals, self.peers, strict=True)
+            (one.slot if one.channel is remote.channel else -1, one.whole)
+            for one, remote in zip(arrivals, self._remotes, strict=True)
         ]
         out = self._transfers.merged(spec, local, replies, sinks)
         self._unread = arrivals

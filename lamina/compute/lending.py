@@ -94,6 +94,10 @@ class Lender:
         """Doorbells of other replicas' requests, and of what is needed to serve them."""
         return [*self._mail.awaited(self._mail.lenders), *self.moving]
 
+    def ranks_of(self, plan: StepPlan) -> int:
+        """Return the ranks of the replica that runs a plan."""
+        return self._serving.ranks_of(plan.lane)
+
     def apply_plan(self, plan: StepPlan, steps: Sequence[StepTables] = ()) -> None:
         """Begin and end what a plan says that moves, after the store has applied the plan.
 

@@ -78,7 +78,7 @@ class LocalMemory:
 
         Returns None if the step has no segment in this slab. Raises the errors of ``KvStore.apply``.
         """
-        tables = self.store.apply(plan)[self._rank.number]  # the tables of other ranks are empty
+        tables = self.store.apply(plan, self._rank.count)[self._rank.number]  # those of other ranks are empty
         if tables.rows.empty:
             return None
         return LocalShare(self.store, tables, self._partials[plan.lane], self._rank, self._spent)

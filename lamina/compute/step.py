@@ -33,8 +33,8 @@ class Replica:
     Attributes:
         number: Number of this worker's stage, see ``Pipeline.stage``.
         names: By stage, the compute worker with the same rank as this worker; "" for stages of fewer ranks.
-        lenders: By name of local memory of another replica, the workers there that have K and V of this stage's layers,
-            and the worker there with the layers of the stage before, or "" for the first stage.
+        lenders: By name of local memory of another replica with heads of this rank, the worker there that has K and V
+            of each attention; "" for attentions that this worker neither asks for nor merges.
         pipeline: Order in which stages run slices.
         runner: Runs this worker's slices.
         timeline: Records spans.
@@ -43,7 +43,7 @@ class Replica:
 
     number: int
     names: tuple[str, ...]
-    lenders: Mapping[str, tuple[str, str]]
+    lenders: Mapping[str, tuple[str, ...]]
     pipeline: Pipeline
     runner: Runner
     timeline: Timeline
@@ -53,13 +53,13 @@ class Replica:
     def linked(cls, connect: Connect, own: str, runner: Runner, timeline: Timeline, sums: Sums) -> "Replica":
         """Return the context of the first epoch of a worker. ``own``: its name."""
         number, names = _alike(connect.computes, connect.pipeline, own)
-        lenders = _lenders(connect.computes, connect.pipeline, own)
+        lenders = _lenders(connect.computes, connect.pipeline, own, len(runner.attentions))
         return cls(number, names, lenders, connect.pipeline, runner, timeline, sums)
 
     def within(self, topology: Topology, own: str) -> "Replica":
         """Return a copy for the members of ``topology``. ``own``: this worker's name."""
         number, names = _alike(topology.computes, topology.pipeline, own)
-        lenders = _lenders(topology.computes, topology.pipeline, own)
+        lenders = _lenders(topology.computes, topology.pipeline, own, len(self.runner.attentions))
         return dataclasses.replace(self, number=number, names=names, lenders=lenders, pipeline=topology.pipeline)
 
     @property
@@ -79,8 +79,9 @@ class Replica:
 
     def runs(self, plan: StepPlan) -> bool:
         """Return whether this worker's replica runs the first slice of the plan's step."""
-        first = self.pipeline.stage(plan.lane, plan.turn, 0, plan.rotates)
-        return first <= self.number < first + self.shape.stages
+        order, turn = self.pipeline, (plan.lane, plan.turn)
+        first, stages = order.stage(*turn, 0, plan.rotates), order.shape_of(order.replica(*turn, plan.rotates)).stages
+        return first <= self.number < first + stages
 
     def begins(self, plan: StepPlan) -> bool:
         """Return whether this worker runs the first slice of the plan's step."""
@@ -97,16 +98,20 @@ def _alike(computes: Sequence[str], pipeline: Pipeline, own: str) -> tuple[int, 
     return pipeline.stage_at(number), tuple(by_stage.get(stage, "") for stage in range(pipeline.stage_count))
 
 
-def _lenders(computes: Sequence[str], pipeline: Pipeline, own: str) -> dict[str, tuple[str, str]]:
-    """Return ``Replica.lenders`` of compute worker ``own``."""
+def _lenders(computes: Sequence[str], pipeline: Pipeline, own: str, attentions: int) -> dict[str, tuple[str, ...]]:
+    """Return ``Replica.lenders`` of compute worker ``own``, for a model of so many ``attentions``."""
     if not pipeline.lends:
         return {}
-    number, holders, found = computes.index(own), pipeline.holders(computes), dict[str, tuple[str, str]]()
-    place, rank = pipeline.place(number), number - pipeline.ranks_at(number).start
+    number, found = computes.index(own), dict[str, tuple[str, ...]]()
+    first, stop = pipeline.slices_at(number)
     for replica in set(range(pipeline.replicas)) - {pipeline.replica_at(number)}:
-        home = computes[pipeline.workers_in(replica).start + rank]
-        stages = holders.get(home, (home,))
-        found[home] = stages[place], stages[place - 1] if place else ""
+        start = pipeline.workers_in(replica).start
+        for home in range(start, start + pipeline.shape_of(replica).ranks):
+            if pipeline.shares_heads(number, home):
+                found[computes[home]] = tuple(
+                    computes[pipeline.holder(home, each)] if first <= each + 1 <= stop else ""
+                    for each in range(attentions)
+                )
     return found
 
 
@@ -196,7 +201,7 @@ class StepRun:
             return [self._former] if self._follows else []
         if self.index < 0 or self._leaves:
             return []
-        return [*self._exchange.repliers(self.moved_here), *([self._former] if self.moved_here else [])]
+        return [*self._exchange.repliers(self.index - 1), *([self._former] if self.moved_here else [])]
 
     @property
     def is_pending(self) -> bool:
@@ -279,7 +284,7 @@ class StepRun:
     def _gather(self, index: int) -> torch.Tensor:
         begun = self._timeline.now()
         spec, sinks = self._runner.attentions[index - 1], self._runner.sinks[index - 1]
-        attention = self._exchange.gather(spec, self._chunks, sinks, self.moved_here)
+        attention = self._exchange.gather(index - 1, spec, self._chunks, sinks)
         self._timeline.record_span("receive", self.plan.lane, begun)
         return attention
 

@@ -379,7 +379,7 @@ class ComputeWorker(WorkerLoop):
         if self._scratch is not None:
             self._scratch.store.release(plan.released)
         if self._lender is not None and self._memory is not None and not self._replica.runs(plan):
-            self._lender.apply_plan(plan, self._memory.store.apply(plan))
+            self._lender.apply_plan(plan, self._memory.store.apply(plan, self._lender.ranks_of(plan)))
             self._sequences.apply_part(plan)
             return
         share = None if self._memory is None else self._memory.apply_plan(plan)

@@ -20,11 +20,12 @@ ranks, its first rank announces whose slice comes next (``compute.ranks``), sinc
 at each rank.
 
 Replicas that only run prompts may have another number of ranks and stages than the others. Their lanes and those of the
-other replicas exchange nothing: memory workers have the KV of both.
+other replicas exchange no context: memory workers have the KV of both, or the workers that have local memory.
 """
 
 import bisect
 import dataclasses
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -82,8 +83,8 @@ class Pipeline:
         prefill_shape: the compute workers of each of the ``prefill`` replicas; None: ``shape``.
         prefill: how many replicas, the first ones, only run prompts; the others decode. 0: all do both. At least
             one replica always decodes.
-        lends: True if compute workers with local memory attend to the KV there for other replicas too, each stage for
-            the same stage of the others.
+        lends: True if compute workers with local memory attend to the KV there for other replicas too, which ask the
+            workers that have the layers and heads in question.
         one_way: True if they do so only for replicas that only run prompts, which hold no KV. Then no replica waits for
             a replica that may wait for it, so that ranks need not serve requests while they wait for each other.
     """
@@ -289,6 +290,23 @@ class Pipeline:
         worker of the same rank in the first stage of the replica. Each stage there has K and V of its own layers."""
         return self.workers_in(self.replica_at(number)).start + number - self.ranks_at(number).start
 
+    def slices_at(self, number: int) -> tuple[int, int]:
+        """Return the slices [start, stop) that compute worker ``number`` runs, of a model that is loaded."""
+        starts = (*self.shape_of(self.replica_at(number)).starts, sys.maxsize)
+        place = self.place(number)
+        return (starts[place], starts[place + 1]) if len(starts) > 1 else (0, sys.maxsize)
+
+    def holder(self, home: int, attention: int) -> int:
+        """Return the number of the compute worker that has K and V of an attention, of segments that name ``home``."""
+        shape = self.shape_of(self.replica_at(home))
+        return home + (bisect.bisect(shape.starts, attention) - 1 if shape.starts else 0) * shape.ranks
+
+    def shares_heads(self, one: int, other: int) -> bool:
+        """True if the ranks of two compute workers have heads in common. Each has an equal part of all heads."""
+        own, theirs = self.ranks_at(one), self.ranks_at(other)
+        near, far = one - own.start, other - theirs.start
+        return near * len(theirs) < (far + 1) * len(own) and far * len(own) < (near + 1) * len(theirs)
+
     def holders(self, computes: Sequence[str]) -> dict[str, tuple[str, ...]]:
         """Return, by compute worker that is a ``home`` of several stages, the workers of these stages.
 
@@ -329,16 +347,23 @@ class Pipeline:
         """True if the compute workers of these numbers may send each other a lane's context or its drawn tokens, or
         requests and replies of attention in local memory.
 
-        A stage that attends for another replica replies to the stage there that runs the next slice: the same one, or
-        after its last layer the next one.
+        A worker that attends for another replica replies to the stage there that runs the next slice.
         """
+        near, far = self.replica_at(one), self.replica_at(other)
+        if near != far and self.lends:
+            return self.shares_heads(one, other) and (self._asks(one, other) or self._asks(other, one))
         if one - self.ranks_at(one).start != other - self.ranks_at(other).start:
             return False
-        near, far = self.replica_at(one), self.replica_at(other)
-        shape, apart = self.shape_of(near), abs(self.place(one) - self.place(other))
+        stages, apart = self.shape_of(near).stages, abs(self.place(one) - self.place(other))
         if near != far:
-            return apart < 2 if self.lends else self.is_uniform and shape.stages == 1
-        return shape.stages > 1 and apart in (1, shape.stages - 1)
+            return self.is_uniform and stages == 1
+        return stages > 1 and apart in (1, stages - 1)
+
+    def _asks(self, one: int, other: int) -> bool:
+        """True if compute worker ``one`` needs layers that compute worker ``other`` has: it asks for attention after
+        each of its slices, and gets the replies to the requests of the slice before its first one."""
+        (start, stop), (first, last) = self.slices_at(one), self.slices_at(other)
+        return start <= last and first < stop
 
     def replicas_of(self, lane: int, rotates: bool | None = None) -> tuple[int, ...]:
         """Return every replica that runs slices of ``lane``. ``rotates`` overrides the pipeline's."""

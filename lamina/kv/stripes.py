@@ -40,15 +40,16 @@ def placement(
 
 def local_parts(topology: Topology, shards: HeadShards) -> list[Parts]:
     """Return a place for the local memory of each replica that holds KV: every rank has the heads that it computes.
-    Empty for replicas of one rank, which are places themselves."""
-    ranks, computes = topology.pipeline.most_ranks, topology.computes
-    if ranks == 1 or not topology.local:
+    Empty if all replicas have one rank: they are places themselves."""
+    order = topology.pipeline
+    if order.most_ranks == 1:
         return []
-    return [
-        tuple((computes[first + rank], shards.range_of_rank(rank, ranks)) for rank in range(ranks))
-        for first in range(0, len(computes), ranks)
-        if computes[first] in topology.local
-    ]
+    found = list[Parts]()
+    for number, replica in enumerate(topology.replicas):
+        ranks = order.shape_of(number).ranks
+        if replica[0] in topology.local:
+            found.append(tuple((replica[rank], shards.range_of_rank(rank, ranks)) for rank in range(ranks)))
+    return found
 
 
 def stripes(workers: Sequence[str], shards: int) -> list[Parts]:

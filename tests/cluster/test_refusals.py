@@ -122,12 +122,6 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
             "pipeline_parallel 4 with 6 compute workers: .*give --compute a multiple of 4",
         ),
         (
-            {"prefill": "cpu:2/tp2", "compute": "cpu:2"},
-            ["cpu"] * 4,
-            ["local"],
-            "memory local, prefill cpu:2/tp2 and compute cpu:2: .*give both pools the same degrees, or use memory wor",
-        ),
-        (
             {**BALANCED, "autoscale": "prefill=1:2", "prefill": "cpu:1", "compute": "cpu:4/tp2"},
             ["cpu"] * 5,
             ["cpu"],

@@ -199,9 +199,9 @@ def test_a_prompt_alone_is_answered_too() -> None:
     plan = StepPlan(1, 0, 0, [], [], [admission], [SequenceStep(0, 0, [0] * 5, [])], NOBODY)
     with connected(("memory0",), Overlap()) as cluster:
         exchange = StepExchange(plan, {0: admission.segments}, cluster.mail, Overlap(), NATIVE, 5)
-        assert exchange.peers == ["memory0"]
+        assert exchange.repliers(0) == ["memory0"]
         with pytest.raises(DeadlineError):
-            cluster.mail.receive(cluster.compute.endpoint.wait, exchange.peers, 0.0)
+            cluster.mail.receive(cluster.compute.endpoint.wait, exchange.repliers(0), 0.0)
         thread = cluster.memories["memory0"].serve(plan)
         for layer, spec in enumerate(SPECS):
             heads = (spec.query_heads, spec.qk_dim), (spec.kv_heads, spec.qk_dim), (spec.kv_heads, spec.v_dim)

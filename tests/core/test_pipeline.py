@@ -2,7 +2,6 @@
 
 import heapq
 import itertools
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -173,27 +172,50 @@ def test_stages_are_linked_with_their_neighbours_in_the_replica_alone(pipeline: 
         assert {peer % shape.ranks for peer in peers} == {one % shape.ranks}
 
 
-@given(staged, st.booleans())
-def test_stages_that_attend_for_another_replica_are_linked_with_those_that_ask_and_that_go_on(
-    pipeline: Pipeline, one_way: bool
+SLICES = 6
+
+
+def divided(ranks: int, stages: int, cuts: tuple[int, ...]) -> Shape:
+    """Return a shape with stages of different sizes, of a model with ``SLICES`` slices."""
+    return Shape(ranks, stages, (0, *sorted(cuts[: stages - 1])) if stages > 1 else ())
+
+
+loaded = st.builds(divided, st.integers(1, 3), st.integers(1, 3), st.permutations(range(1, SLICES)))
+
+
+@given(loaded, loaded, st.integers(0, 2), st.integers(1, 2), st.booleans())
+def test_replicas_that_attend_for_each_other_are_linked_as_their_layers_and_heads_need(
+    early: Shape, late: Shape, prefill: int, decode: int, one_way: bool
 ) -> None:
-    """Check that a replica links only workers of which one asks and one runs the next slice, for the same attention."""
-    pipeline = replace(pipeline, lends=True, one_way=one_way)
-    computes = [f"{number}" for number in range(pipeline.replicas * pipeline.shape.workers)]
-    holders, needed = pipeline.holders(computes), set[frozenset[int]]()
-    for lane, home, index in itertools.product(range(pipeline.lanes), computes, range(2 * pipeline.shape.stages)):
-        asks, follows = (pipeline.stage(lane, 0, each) for each in (index, index + 1))
-        replica, other = lane % pipeline.replicas, pipeline.replica_at(int(home))
-        if replica != other and pipeline.home(int(home)) == int(home):
-            rank, place = int(home) - pipeline.workers_in(other).start, asks - replica * pipeline.shape.stages
-            holder = int(holders.get(home, (home,))[place])
-            needed |= {frozenset((holder, pipeline.worker_at(stage, rank))) for stage in (asks, follows)}
+    """Compared with all attentions and heads one by one: a worker is linked to those that have the K and V that it asks
+    for, and to those whose replies it merges, which the worker of the slice before has asked for."""
+    lanes, replicas = (prefill + decode) * max(early.stages, late.stages), prefill + decode
+    pipeline = Pipeline(lanes, replicas, shape=late, prefill_shape=early, prefill=prefill, lends=True, one_way=one_way)
+    heads = 6
+    owners = dict[tuple[int, int, int], int]()  # by replica, slice and head
+    for replica, index, head in itertools.product(range(replicas), range(SLICES), range(heads)):
+        shape = pipeline.shape_of(replica)
+        stage = sum(start <= index for start in shape.starts[1:])
+        rank = head // (heads // shape.ranks)
+        owners[replica, index, head] = pipeline.workers_in(replica).start + stage * shape.ranks + rank
+        home = pipeline.workers_in(replica).start + rank
+        assert pipeline.holder(home, index) == owners[replica, index, head]
+    pairs = itertools.permutations(range(replicas), 2)
+    needed = {
+        frozenset((owners[far, index, head], owners[near, following, head]))
+        for (near, far), index, head in itertools.product(pairs, range(SLICES - 1), range(heads))
+        for following in (index, index + 1)
+    }
+    workers = range(pipeline.workers_in(replicas - 1).stop)
     linked = {
         frozenset(pair)
-        for pair in itertools.combinations(range(len(computes)), 2)
-        if pipeline.exchanges(*pair) and len(set(map(pipeline.replica_at, pair))) == 2
+        for pair in itertools.combinations(workers, 2)
+        if pipeline.replica_at(pair[0]) != pipeline.replica_at(pair[1]) and pipeline.exchanges(*pair)
     }
-    assert linked == needed
+    assert needed <= linked
+    # The last slice has no attention, so that a stage which only runs this slice has no layer that others ask for.
+    only_last = {number for number in workers if pipeline.slices_at(number)[0] == SLICES - 1}
+    assert all(only_last & pair for pair in linked - needed)
 
 
 def test_segments_name_the_same_rank_of_the_first_stage() -> None:

@@ -27,12 +27,13 @@ from tests.support.sweep import sweep
 from tests.support.waiting import END_S, wait_until
 
 TOKENS, LONG = 12, 40
-PAIRS = {
-    f"tp{early.ranks} pp{early.stages}, tp{late.ranks} pp{late.stages}": (early, late)
-    for early, late in itertools.product([Shape(ranks, stages) for ranks in (1, 2) for stages in (1, 2)], repeat=2)
+SHAPES = [Shape(ranks, stages) for ranks in (1, 2) for stages in (1, 2)]
+CASES = {
+    f"tp{early.ranks} pp{early.stages}, tp{late.ranks} pp{late.stages}, {memory}": (early, late, memory)
+    for early, late, memory in itertools.product(SHAPES, SHAPES, ["cpu:2", "local", "local,cpu:1"])
     if early != late
 }
-ORDINARY = ("tp1 pp1, tp2 pp1", "tp2 pp1, tp1 pp2")
+ORDINARY = ("tp1 pp1, tp2 pp1, cpu:2", "tp2 pp1, tp1 pp2, local")
 
 
 def pool(shape: Shape, replicas: int = 1) -> str:
@@ -53,16 +54,18 @@ def some_prompts(*lengths: int) -> list[list[int]]:
     return [begin + [draw.randrange(3, SERVED_VOCABULARY) for _ in range(length)] for length in lengths]
 
 
-@pytest.mark.parametrize("shapes", sweep(PAIRS, ORDINARY))
-def test_pools_of_other_degrees_equal_hugging_face(shapes: tuple[Shape, Shape], prepared: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", sweep(CASES, ORDINARY))
+def test_pools_of_other_degrees_equal_hugging_face(
+    case: tuple[Shape, Shape, str], prepared: Any, tmp_path: Path
+) -> None:
     """Two replicas that decode, several chunks of each prompt, and prompts that begin alike."""
-    early, late = shapes
+    early, late, memory = case
     wanted = EngineConfig(
         model=str(tmp_path),
         dtype=DType.FLOAT32,
         prefill=pool(early),
         compute=pool(late, replicas=2),
-        memory="cpu:2",
+        memory=memory,
         max_num_seqs=8,
         max_num_batched_tokens=24,
     )
@@ -153,7 +156,6 @@ class Unstarted(LocalWorkers):
         ({"compute": "cpu:4/tp4", "prefill": None, "tensor_parallel": 3}, None),
         ({"prefill": "cpu:4/pp4"}, "pipeline_parallel is 4, and the model has 3 slices to divide; give at most 3"),
         ({"compute": "cpu:3/tp2"}, "a replica has 2 compute workers, and 3 is no multiple of that"),
-        ({"prefill": "cpu:2/tp2", "memory": "local"}, "give both pools the same degrees, or use memory workers"),
         ({"memory": "cpu:1/tp2"}, "has degrees; only --prefill and --compute"),
     ],
 )

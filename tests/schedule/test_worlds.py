@@ -39,6 +39,7 @@ pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
 KINDS = (
     "lends",
     "lends, prompts apart",
+    "lends, prompts apart, other degrees",
     "lends, two ranks",
     "lends, two ranks, prompts apart, one way",
     "local",
@@ -64,9 +65,9 @@ class Worker:
         self.store = KvStore(home.name, setup) if home.capacity else None
         self.sequences = Sequences(Mock(), [], lambda tokens: tokens) if member.role == "compute" else None
 
-    def apply(self, plan: StepPlan, runs: bool, lends: bool) -> list[StepTables]:
-        """Apply a plan as ``ComputeWorker`` and ``MemoryWorker`` do."""
-        tables = [] if self.store is None else self.store.apply(plan)
+    def apply(self, plan: StepPlan, ranks: int, runs: bool, lends: bool) -> list[StepTables]:
+        """Apply a plan as ``ComputeWorker`` and ``MemoryWorker`` do. ``ranks``: of the replica that runs it."""
+        tables = [] if self.store is None else self.store.apply(plan, ranks)
         if self.sequences is not None and not runs and lends and self.store is not None:
             self.sequences.apply_part(plan)
         elif self.sequences is not None:
@@ -91,25 +92,31 @@ class World:
 
     def __init__(self, kind: str, chance: random.Random, changes: int) -> None:
         self.chance, self.changes, self._numbers = chance, changes, itertools.count()
-        self.ranks, self.stages = 2 if "ranks" in kind else 1, 2 if "stages" in kind else 1
-        self.shards = HeadShards(4, 2) if "stripes" in kind or "ranks" in kind else HeadShards(2)
+        shapes = {
+            (ranks, stages): Shape(ranks, stages, (0, 1)[: 2 * stages - 2]) for ranks in (1, 2) for stages in (1, 2)
+        }
+        early = late = shapes[2 if "ranks" in kind else 1, 2 if "stages" in kind else 1]
+        if "degrees" in kind:
+            early, late = chance.sample([*shapes.values()], 2)
+        ranks, stages = max(early.ranks, late.ranks), max(early.stages, late.stages)
+        self.shards = HeadShards(4, 2) if "stripes" in kind or ranks > 1 else HeadShards(2)
         self.local, self.lends, self.one_way = "lends" in kind or "local" in kind, "lends" in kind, "one way" in kind
         replicas, capacity = chance.choice([2, 2, 3]), chance.choice(CAPACITIES)
-        lanes, prefill = replicas * self.stages * chance.choice([1, 1, 2]), int("apart" in kind)
-        ranks, one_way, stages = self.ranks, self.one_way, self.stages
-        starts = (0, 1) if stages > 1 else ()
+        lanes, prefill = replicas * stages * chance.choice([1, 1, 2]), int("apart" in kind)
+        one_way = self.one_way
         self.first = Pipeline(
             lanes,
             replicas,
-            shape=Shape(ranks, stages, starts),
+            shape=late,
+            prefill_shape=None if early == late else early,
             prefill=prefill,
             lends=self.lends,
             one_way=one_way,
         )
         without = prefill if one_way else 0
-        members = [one for _ in range(without) for one in self._replica(0)]
-        for _ in range(replicas - without):
-            members += self._replica(capacity if ranks > 1 else None)
+        members = [one for number in range(without) for one in self._replica(self.first.shape_of(number), 0)]
+        for number in range(without, replicas):
+            members += self._replica(self.first.shape_of(number), capacity if ranks > 1 else None)
         counts = [0] if one_way else [0, 1, 2] if self.local else [2, 3]
         members += [self._member("memory") for _ in range(chance.choice(counts))]
         self.topology = Topology(FIRST, tuple(members), self.first)
@@ -148,17 +155,18 @@ class World:
             return Member(f"memory{number}", "memory", "cpu", "", slots)
         return Member(f"compute{number}", "compute", "cpu", "", slots if self.local else 0)
 
-    def _replica(self, capacity: int | None) -> list[Member]:
+    def _replica(self, shape: Shape, capacity: int | None) -> list[Member]:
         """Return the compute workers of a replica, the first stage of which has the capacity of all."""
-        first = [self._member("compute", capacity) for _ in range(self.ranks)]
-        return first + [self._member("compute", 0) for _ in range((self.stages - 1) * self.ranks)]
+        first = [self._member("compute", capacity) for _ in range(shape.ranks)]
+        return first + [self._member("compute", 0) for _ in range(shape.workers - shape.ranks)]
 
-    def _workers(self, members: Sequence[Member]) -> dict[str, Worker]:
-        """Return workers for the compute workers of some replicas, in order, and for memory workers after them."""
+    def _workers(self, members: Sequence[Member], shape: Shape | None = None) -> dict[str, Worker]:
+        """Return workers for all members, or for those of one replica of a ``shape``: computes come first, in order."""
         computes = [member for member in members if member.role == "compute"]
-        homes = [computes[self.first.home(number)] for number in range(len(computes))] + [*members[len(computes) :]]
-        pairs = zip(members, homes, strict=True)
-        return {member.name: Worker(member, home, self.shards, self.ranks) for member, home in pairs}
+        numbers = range(len(computes))
+        homes = [computes[self.first.home(one) if shape is None else one % shape.ranks] for one in numbers]
+        pairs = zip(members, [*homes, *members[len(computes) :]], strict=True)
+        return {member.name: Worker(member, home, self.shards, self.first.most_ranks) for member, home in pairs}
 
     # -- callers
 
@@ -223,17 +231,19 @@ class World:
         """Let all workers concerned apply their parts, and compare both ends of each message."""
         self.sent.append(plan)
         check_placements(plan, self.shards)
-        runs = {self.topology.computes[number] for number in self.topology.pipeline.workers_of(plan.lane, plan.rotates)}
+        order, computes = self.topology.pipeline, self.topology.computes
+        runs = {computes[number] for number in order.workers_of(plan.lane, plan.rotates)}
+        ranks = order.shape_of(plan.lane % order.replicas).ranks
         parts = [(name, part) for names, part in self.recipients.select(plan, self.now) for name in names]
-        found = {name: self.workers[name].apply(part, name in runs, self.lends) for name, part in parts}
+        found = {name: self.workers[name].apply(part, ranks, name in runs, self.lends) for name, part in parts}
         assert len(found) == len(parts) and (found.keys() >= runs or not plan.runs)
         if self.one_way:
             self.check_one_way(plan, runs)
         for name in runs if plan.runs else ():
-            known, rank = self.workers[name].sequences, self.topology.computes.index(name) % self.ranks
+            known, rank = self.workers[name].sequences, self.topology.ranks_of(name).index(name)
             assert known is not None
             for holder in {segment.worker for step in plan.sequences for segment in known.segments[step.sequence]}:
-                rows = message_rows(plan, known.segments, holder, self.shards, rank, self.ranks)
+                rows = message_rows(plan, known.segments, holder, self.shards, rank, ranks)
                 for each in () if rows.empty else self.topology.holders(holder):
                     same(rows, found[each][rank].rows)
 
@@ -276,19 +286,24 @@ class World:
 
     def join(self, role: str) -> None:
         again = self.one_way and not self.topology.prefills
-        slots = 0 if again else max(self.topology.capacities.values()) if self.ranks > 1 else None
-        members = self._replica(slots) if role == "compute" else [self._member(role)]
-        self.workers |= self._workers(members)
+        slots = 0 if again else max(self.topology.capacities.values()) if self.first.most_ranks > 1 else None
         pipeline, prefill = self.topology.pipeline, self.topology.pipeline.prefill
         if role == "compute":
             more = again if self.one_way else (self.lends or not self.local) and self.chance.random() < 0.3
+            shape = self.first.shapes[not more]
+            members = self._replica(shape, slots)
+            self.workers |= self._workers(members, shape)
             pipeline = self.first.with_replicas(len(self.topology.replicas) + 1, prefill + more)
+        else:
+            members = [self._member(role)]
+            self.workers |= self._workers(members)
         self.adopt(self.topology.joined(members, pipeline))
 
     def turn_role(self) -> None:
         replica, prefill = self.chance.choice(self.topology.replicas), self.topology.pipeline.prefill
         to = prefill - 1 if replica[0] in self.topology.prefills else prefill + 1
-        if to < len(self.topology.replicas) and (self.lends or not self.local) and not self.one_way:
+        may_turn = (self.lends or not self.local) and not self.one_way and self.first.is_uniform
+        if to < len(self.topology.replicas) and may_turn:
             self.adopt(self.topology.turned(replica, self.first.with_replicas(len(self.topology.replicas), to)))
 
     def change(self) -> None:

@@ -228,6 +228,20 @@ def _apart(made: Layout, chance: random.Random) -> Layout:
     return dataclasses.replace(made, computes=prefill + decode, config=config, one_way=False)
 
 
+def _lent_degrees(made: Layout, chance: random.Random) -> Layout:
+    """Return a cluster whose replicas of different ranks or stages hold KV, and attend for each other."""
+    made, memories = _degrees(made, chance), chance.choice([0, 0, 1])
+    config = dataclasses.replace(
+        made.config,
+        memory=f"{LOCAL},{CPU}:{memories}" if memories else LOCAL,
+        kv_overcommit=1.0,
+        kv_spill_dir=None,
+        partition=chance.choice(["auto", "auto", "token"]),
+        balance=chance.choice(["auto", "throughput", "ledger"]),
+    )
+    return dataclasses.replace(made, memories=memories, local=True, config=config)
+
+
 def _degrees(made: Layout, chance: random.Random) -> Layout:
     """Return a cluster whose replicas for prompts have other ranks or stages than those that decode."""
     shapes = [(ranks, stages) for ranks in (1, 2) for stages in (1, 2, LAYERS)]
@@ -330,6 +344,7 @@ VARIANTS: Mapping[str, Variant] = {
     "autoscale": Variant(0.1, _scaled),
     "roles": Variant(0.1, _balanced),
     "degrees": Variant(0.1, _degrees),
+    "lent degrees": Variant(0.1, _lent_degrees),
 }
 """By name: what few other choices bring about. Each draws by itself, so that a new one changes no other seed."""
 

@@ -175,10 +175,10 @@ def attend(
     output = SliceOutput(tuple(map(torch.from_numpy, tensors)))
     exchange.send_requests(layer, spec, output)
     chunks = exchange.attend_chunks(layer, spec, output)
-    cluster.mail.expect(0, exchange.peers)
+    cluster.mail.expect(0, exchange.repliers(layer))
     while missing := cluster.mail.missing[0]:
         cluster.mail.receive(cluster.compute.endpoint.wait, missing, TIMEOUT_S)
-    out = exchange.gather(spec, chunks, sinks).clone().numpy()
+    out = exchange.gather(layer, spec, chunks, sinks).clone().numpy()
     if layer == len(cluster.specs) - 1:
         exchange.return_slots()
     cluster.mail.flush()
