@@ -230,16 +230,18 @@ def _apart(made: Layout, chance: random.Random) -> Layout:
 
 def _lent_degrees(made: Layout, chance: random.Random) -> Layout:
     """Return a cluster whose replicas of different ranks or stages hold KV, and attend for each other."""
-    made, memories = _degrees(made, chance), chance.choice([0, 0, 1])
+    made, memories, one_way = _degrees(made, chance), chance.choice([0, 0, 1]), chance.random() < 0.2
+    memories = 0 if one_way else memories
     config = dataclasses.replace(
         made.config,
         memory=f"{LOCAL},{CPU}:{memories}" if memories else LOCAL,
         kv_overcommit=1.0,
         kv_spill_dir=None,
-        partition=chance.choice(["auto", "auto", "token"]),
-        balance=chance.choice(["auto", "throughput", "ledger"]),
+        kv_tokens_per_worker=None if one_way else made.config.kv_tokens_per_worker,
+        partition="auto" if one_way else chance.choice(["auto", "auto", "token"]),
+        balance="auto" if one_way else chance.choice(["auto", "throughput", "ledger"]),
     )
-    return dataclasses.replace(made, memories=memories, local=True, config=config)
+    return dataclasses.replace(made, memories=memories, local=True, config=config, one_way=one_way)
 
 
 def _degrees(made: Layout, chance: random.Random) -> Layout:
