@@ -13,6 +13,7 @@ from typing import Any
 from bench.cost.lamina_paper import RENTS, cost_model
 from bench.cost.page import Section
 from bench.cost.published import Comparison
+from lamina.core.pipeline import Shape
 from lamina.planning.plan import hardware, model_shapes, workload
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.hardware import Hardware
@@ -55,7 +56,7 @@ def memory_workers(model: CostModel, tensor_parallel: int, memory: Hardware, bas
                 Way(
                     compute=model.hardware,
                     compute_workers=groups * tensor_parallel,
-                    tensor_parallel=tensor_parallel,
+                    shape=Shape(tensor_parallel),
                     memory=memory,
                     memory_workers=workers,
                     lanes=lanes,

@@ -24,6 +24,7 @@ from bench.cost import pooled, published
 from bench.cost.figures_picture import draw
 from bench.cost.page import show
 from bench.cost.published import Comparison, Number
+from lamina.core.pipeline import Shape
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.plan.hardware import Hardware
 from lamina.planning.simulate import Arrivals, Deployment, Result, System, simulate
@@ -60,8 +61,7 @@ def servers(model: str, stages: int, memories: int, chunk: int = CHUNK, **settin
         model=model_shapes.find(model),
         compute=DEVICES["h100"],
         compute_workers=8 * stages,
-        tensor_parallel=8,
-        pipeline_parallel=stages,
+        shape=Shape(8, stages),
         memory_workers=memories,
         lanes=2 * stages,
         pipelining="fixed",
@@ -216,7 +216,7 @@ def a800s(compute: int, degree: int, memory: int = 0, **settings: Any) -> Deploy
         model=model_shapes.find("Llama-2-7B"),
         compute=DEVICES["a800"],
         compute_workers=compute,
-        tensor_parallel=degree,
+        shape=Shape(degree),
         memory=DEVICES["a800"] if memory else None,
         memory_workers=memory,
         prefix_cache=False,
@@ -305,7 +305,7 @@ def infinite_llm() -> dict[str, Number]:
     short, uneven = [], []
     for model, count, degree in (("Llama-2-7B", 2, 1), ("Llama-2-13B", 2, 2), ("Llama-2-70B", 2, 4)):
         whole = replace(
-            copies(model, 1, 1), compute=DEVICES["a100"], compute_workers=count * degree, tensor_parallel=count * degree
+            copies(model, 1, 1), compute=DEVICES["a100"], compute_workers=count * degree, shape=Shape(count * degree)
         )
         contexts = np.full(600, 1000)
         ours = served(copies(model, count, degree, local=True), contexts, System.LAMINA)

@@ -12,6 +12,7 @@ from bench.cost.page import Section, show
 from bench.cost.published import Comparison
 from bench.cost.published_times import read_operators
 from bench.pictures import axes, legend_above
+from lamina.core.pipeline import Shape
 from lamina.planning.plan import hardware, model_shapes, prices, workload
 from lamina.planning.plan.cost import GEMMS, POINTWISE, CostModel, Fits
 from lamina.planning.plan.model_shapes import ModelShape
@@ -57,7 +58,7 @@ class Layout:
         return Way(
             compute=self.compute,
             compute_workers=self.devices,
-            tensor_parallel=self.devices,
+            shape=Shape(self.devices),
             memory=self.memory,
             memory_workers=self.workers,
             lanes=lanes,

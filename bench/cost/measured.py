@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina.core.pipeline import Shape
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.plan.model_shapes import ModelShape
@@ -186,7 +187,7 @@ class Cells:
             model=self.model(row["precision"]),
             compute=CATALOGUE[self.kind],
             compute_workers=int(row["tp"]),
-            tensor_parallel=int(row["tp"]),
+            shape=Shape(int(row["tp"])),
             max_num_batched_tokens=load.step_tokens or prompt + concurrency,
             engine=replace(engine, reserve_bytes=engine.reserved(RESERVED_TOKENS), reserve_token_bytes=0.0),
         )

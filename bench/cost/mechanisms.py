@@ -10,6 +10,7 @@ from bench.cost.long_context import Servers
 from bench.cost.page import Section
 from bench.cost.published import Comparison
 from bench.cost.transfers import send_recv_seconds
+from lamina.core.pipeline import Shape
 from lamina.planning.plan import hardware, model_shapes, workload
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.planner import evaluate_group
@@ -103,7 +104,7 @@ def _deployment(setup: Mapping[str, Any], device: hardware.Hardware, copies: int
         model=model_shapes.find(setup["model"]),
         compute=device,
         compute_workers=copies * degree,
-        tensor_parallel=degree,
+        shape=Shape(degree),
         prefix_cache=False,
     )
 

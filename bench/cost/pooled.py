@@ -156,7 +156,7 @@ class Pooled(BaselineSimulation):
     def _instances(self, cost: CostModel, count: int, chunked: bool) -> list[Instance]:
         deployment = self._deployment
         deployment.require_weights(cost)
-        degree, seats, rows = deployment.tensor_parallel, deployment.max_num_seqs, deployment.max_num_batched_tokens
+        degree, seats, rows = deployment.shape.ranks, deployment.max_num_seqs, deployment.max_num_batched_tokens
         self.lenders = [Lender(cost, degree, seats, rows) for _ in range(count)]
         for one in self.lenders:
             one.others = [other for other in self.lenders if other is not one]

@@ -11,6 +11,7 @@ from bench.cost.lamina_paper import RENTS, Layout, cost_model, planner
 from bench.cost.page import Section
 from bench.cost.published import Comparison
 from bench.pictures import axes, legend_above
+from lamina.core.pipeline import Shape
 from lamina.planning.plan import hardware, model_shapes, workload
 from lamina.planning.plan.advice import beyond, recommend
 from lamina.planning.plan.cost import CostModel
@@ -162,13 +163,13 @@ def _simulate(section: Section, published: Mapping[str, Any], catalogue: hardwar
         h100 = partial(Deployment, model=model_shapes.find(pair["model"]), compute=catalogue["h100"], max_num_seqs=1024)
         two_pools = h100(
             compute_workers=pair["h100"],
-            tensor_parallel=pair["h100"],
+            shape=Shape(pair["h100"]),
             memory=catalogue["h20"],
             memory_workers=pair["h20"],
             lanes=2,
         )
         count = pair["baseline_h100"]
-        one_pool = h100(compute_workers=count, tensor_parallel=count)
+        one_pool = h100(compute_workers=count, shape=Shape(count))
         ours = simulate(two_pools, arrivals).tokens_s
         alone = simulate(one_pool, arrivals, System.CHUNKED_PREFILL).tokens_s
         gains[f"{pair['model']}, {trace['name']}"] = ours / alone - 1

@@ -61,7 +61,7 @@ def simulate_line(course: "Course", trial: "Trial", asked: Asked) -> str:
     chosen = f"--first {trial.requests}" if course.replays else f"--draw {trial.requests} --seed {SEED}"
     return (
         f"lamina simulate --model {shlex.quote(asked.model)} --system {way.kind.system} "
-        f"{pools} --tensor-parallel {way.tensor_parallel}{stages_option(way)}{lanes} "
+        f"{pools}{degrees_option(way)}{lanes} "
         f"--max-num-seqs {deployment.max_num_seqs} --max-num-batched-tokens {way.chunk} "
         f"{asked.requests} {chosen} "
         f"--rate-scale {course.rate_scale(trial.rate, trial.requests)} --prices {shlex.quote(course.prices)}"
@@ -98,16 +98,26 @@ def _launch_kinds(way: "Way") -> dict[str, str]:
 
 
 def pools_option(way: "Way", names: "Mapping[str, str]") -> str:
-    """Return the options of ``lamina launch`` and ``lamina simulate`` for the pools. ``names``: names of the kinds."""
-    prefill = f"--prefill {names[way.prefill.kind]}:{way.prefill_workers} " if way.prefill else ""
+    """Return the options of ``lamina launch`` and ``lamina simulate`` for the pools, with degrees if these differ.
+
+    ``names``: Names of the kinds.
+    """
+    from lamina.cluster.degrees import degrees_text
+
+    early, late = ("", "") if way.prefill_shape is None else map(degrees_text, way.shapes)
+    prefill = f"--prefill {names[way.prefill.kind]}:{way.prefill_workers}{early} " if way.prefill else ""
     memory = ["local"] * way.has_local + ([f"{names[way.memory.kind]}:{way.memory_workers}"] if way.memory else [])
     given = f" --memory {','.join(memory)}" if memory else ""
-    return f"{prefill}--compute {names[way.compute.kind]}:{way.compute_workers}{given}"
+    return f"{prefill}--compute {names[way.compute.kind]}:{way.compute_workers}{late}{given}"
 
 
-def stages_option(way: "Way") -> str:
-    """Return the option of ``lamina launch`` and ``lamina simulate`` for stages; empty without any."""
-    return f" --pipeline-parallel {way.stages}" if way.stages > 1 else ""
+def degrees_option(way: "Way") -> str:
+    """Return the options of ``lamina launch`` and ``lamina simulate`` for degrees that all pools have; empty for 1."""
+    if way.prefill_shape is not None:
+        return ""
+    ranks, stages = way.shape.ranks, way.shape.stages
+    options = f" --tensor-parallel {ranks}" if ranks > 1 else ""
+    return options + (f" --pipeline-parallel {stages}" if stages > 1 else "")
 
 
 def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -> list[str]:
@@ -132,8 +142,7 @@ def launch_command(way: "Way", shape: "ModelShape", model: str, batch: str) -> s
     return (
         f"lamina launch --model {shlex.quote(model_to_launch(model))} {pools_option(way, names)}"
         + (order if way.memory else "")
-        + (f" --tensor-parallel {way.tensor_parallel}" if way.tensor_parallel > 1 else "")
-        + stages_option(way)
+        + degrees_option(way)
         + (" --partition head" if way.partition is Partition.HEAD else "")
         + batch
         + (f" --kv-tokens-per-worker {way.segment}" if way.segment else "")
@@ -153,7 +162,7 @@ def attention_option(way: "Way") -> str:
 
     if way.scratch:
         return "" if way.has_local else " --prompt-attention compute"
-    alone = way.kind is Kind.OFFLOADED and way.replicas == way.stages == 1
+    alone = way.kind is Kind.OFFLOADED and way.replicas == way.shape.stages == 1
     is_auto = way.kind is Kind.PREFILL or (alone and way.compute.kind != CPU == way.second.kind)
     return " --prompt-attention memory" if is_auto else ""
 

@@ -84,7 +84,7 @@ def _print(planner: "Planner", candidates: "list[Way]", model: str, as_json: boo
     for note in untried(planner.shape, best.pools.compute.kind):
         print_sentence(note, style="dim")
     print_sentence(
-        f"{best.pools.replicas} x tensor parallelism {best.pools.tensor_parallel}, {best.pools.lanes} lanes; an "
+        f"{best.pools.replicas} x tensor parallelism {best.pools.shape.ranks}, {best.pools.lanes} lanes; an "
         f"average prompt takes {best.ttft_s * 1e3:.0f} ms."
     )
     print_sentence(
@@ -146,7 +146,7 @@ def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int, *,
     for one in _spread(front, best):
         pools = one.pools
         row = (
-            f"{pools.compute.kind}:{pools.compute_workers} tp{pools.tensor_parallel}",
+            f"{pools.compute.kind}:{pools.compute_workers} tp{pools.shape.ranks}",
             f"{pools.second.kind}:{pools.memory_workers}",
             pools.partition.value,
             one.bottleneck.value,
@@ -194,7 +194,7 @@ def _plan_dict(plan: "Plan", shape: "ModelShape", model: str) -> dict[str, Any]:
         "compute": {
             "kind": pools.compute.kind,
             "workers": pools.compute_workers,
-            "tensor_parallel": pools.tensor_parallel,
+            "tensor_parallel": pools.shape.ranks,
             "replicas": pools.replicas,
         },
         "memory": {"kind": pools.second.kind, "workers": pools.memory_workers, "partition": pools.partition.value},

@@ -84,12 +84,13 @@ def _nearest(reasons: "Iterable[str]") -> list[str]:
 
 
 def _remedy(server: "Server") -> str:
-    """Return what to do if nothing fits: more devices help as long as tensor parallelism can use them."""
+    """Return what to do if nothing fits: more devices help as long as ranks and stages can use them."""
+    from lamina.planning.plan.stages import STAGES
     from lamina.planning.plan.ways import TENSOR_PARALLEL
 
     heads = server.shape.kv_heads
     most = max(degree for degree in TENSOR_PARALLEL if heads % degree == 0)
     return (
-        f"Give hardware with more memory, or more of it: plans divide a copy of the weights over {most} devices at "
-        f"most ({heads} KV heads, no pipeline stages)"
+        f"Give hardware with more memory, or more of it: plans divide a copy of the weights into {max(STAGES)} stages "
+        f"of {most} devices at most ({heads} KV heads)"
     )

@@ -16,6 +16,7 @@ from lamina.core.types import KvCacheDType, PromptAttention
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from lamina.core.pipeline import Shape
     from lamina.planning.plan.hardware import Catalogue, Hardware
     from lamina.planning.plan.prices import Prices
     from lamina.planning.plan.workload import TracedRequest
@@ -40,7 +41,11 @@ SystemName = Literal["lamina", "tensor-parallel", "chunked-prefill", "disaggrega
 def simulate(
     model: Annotated[str, typer.Option(help="Model directory, config.json, or a name such as Llama-2-13B.")],
     compute: Annotated[
-        str, typer.Option(help="Compute workers, kind:count; with --system disaggregated, those that prefill.")
+        str,
+        typer.Option(
+            help="Compute workers, kind:count; with --system disaggregated, those that prefill. /tp2/pp2 after the "
+            "count replaces --tensor-parallel and --pipeline-parallel for this pool."
+        ),
     ],
     trace: Annotated[
         Path | None, typer.Option(help="Arrival times and lengths: an Azure CSV or Mooncake .jsonl.")
@@ -65,7 +70,7 @@ def simulate(
     ] = None,
     prefill: Annotated[
         str | None,
-        typer.Option(help="Workers that only run prompts, kind:count, so that --compute only decodes."),
+        typer.Option(help="Workers that only run prompts, kind:count/tp2/pp2, so that --compute only decodes."),
     ] = None,
     autoscale: Annotated[
         str | None,
@@ -158,6 +163,7 @@ def simulate(
     if trace_out is not None and system != "lamina":
         raise ConfigError(f"--trace-out records Lamina's workers; --system {system} has none. Leave it out")
     catalogue = catalogue_of.load(hardware)
+    early, late = _shapes(compute, prefill, tensor_parallel, pipeline_parallel)
     kind, workers = _pool("--compute", compute, catalogue)
     local = memory == LOCAL
     memory_kind, memory_workers = _pool("--memory", memory, catalogue) if memory and not local else (None, 0)
@@ -172,8 +178,8 @@ def simulate(
         prefill_workers=prefill_workers,
         prefill_bounds=_prefill_bounds(autoscale),
         local=local,
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
+        shape=late,
+        prefill_shape=None if early == late else early,
         lanes=options.parse_lanes(lanes),
         pipelining=pipelining,
         max_num_seqs=max_num_seqs,
@@ -206,8 +212,16 @@ def simulate(
         raise LaminaError(f"the results could not be written completely: {error}") from error
 
 
+def _shapes(compute: str, prefill: str | None, ranks: int, stages: int) -> "tuple[Shape, Shape]":
+    """Return the shapes of copies in the prefill pool, and of those in the compute pool."""
+    from lamina.cluster.degrees import shapes
+    from lamina.config.engine_config import EngineConfig
+
+    return shapes(EngineConfig(compute=compute, prefill=prefill, tensor_parallel=ranks, pipeline_parallel=stages))
+
+
 def _pool(flag: str, text: str, catalogue: "Catalogue") -> "tuple[Hardware, int]":
-    entries = catalogue.pool(text, 1)
+    entries = catalogue.pool(text.partition("/")[0], 1)
     if len(entries) != 1:
         raise ConfigError(f"{flag} {text!r} names {len(entries)} kinds of hardware; give one, such as a100:2")
     return entries[0]
@@ -393,10 +407,15 @@ def _pools(result: "Result") -> "Table":
 
 
 def _as_dict(result: "Result", deployment: "Deployment", requests: str) -> dict[str, Any]:
-    settings = ("tensor_parallel", "lanes", "pipelining", "max_num_seqs", "max_num_batched_tokens")
+    settings = ("lanes", "pipelining", "max_num_seqs", "max_num_batched_tokens")
+    early, late = deployment.shapes
+    shape = {"tensor_parallel": late.ranks, "pipeline_parallel": late.stages}
+    prompts = {"prefill_tensor_parallel": early.ranks, "prefill_pipeline_parallel": early.stages}
     return {
         "model": deployment.model.name,
         "trace": requests,
+        **shape,
+        **(prompts if deployment.prefill is not None else {}),
         **{name: getattr(deployment, name) for name in settings},
         "prices": deployment.prices.name if deployment.prices else None,
         **result.summary(),

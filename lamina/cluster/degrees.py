@@ -32,6 +32,11 @@ def shapes(config: EngineConfig) -> tuple[Shape, Shape]:
     return compute if config.prefill is None else _shape(config.prefill, default), compute
 
 
+def degrees_text(shape: Shape) -> str:
+    """Return the degrees of a pool's replicas as they follow the pool's last count, such as ``/tp2/pp2``."""
+    return f"/tp{shape.ranks}" + (f"/pp{shape.stages}" if shape.stages > 1 else "")
+
+
 @dataclass(frozen=True)
 class Replicas:
     """The replicas of a cluster: how many only run prompts, how many do not, and the shapes of both."""

@@ -219,7 +219,7 @@ def _cheapest(found: Sequence[Capacity]) -> Capacity | None:
 def _seconds(found: Sequence[Capacity]) -> tuple[Capacity, ...]:
     layouts: dict[tuple[Kind, int, bool], Capacity] = {}
     for one in sorted(found, key=lambda one: one.usd_per_request):
-        layouts.setdefault((one.way.kind, one.way.tensor_parallel, one.way.stages > 1), one)
+        layouts.setdefault((one.way.kind, one.way.shape.ranks, one.way.shape.stages > 1), one)
     ranked = list(layouts.values())
     return tuple(one for one in ranked[1:] if one.usd_per_request <= NEAR * ranked[0].usd_per_request)[:SECONDS]
 
@@ -235,7 +235,7 @@ def _coarse(way: Way) -> bool:
     """
     if len(way.pools) == 1:
         return way.chunk in _CHUNKS
-    if way.stages > 1:
+    if way.shape.stages > 1:
         return False
     counts = [count for _, count in way.pools]
     if any(count & (count - 1) for count in counts) or (way.rotates and way.replicas > 1):

@@ -108,7 +108,7 @@ def alone(planner: Planner, plan: Plan) -> Alone | None:
 def refusal(planner: Planner, candidates: Sequence[Way]) -> ConfigError:
     """Return the error for candidates of which none works, with the reason. ``candidates`` is not empty."""
     shape, workload, goals, models = planner.shape, planner.workload, planner.goals, planner.models
-    fitting = [pools for pools in candidates if models[pools.compute.kind].weights_fit(pools.tensor_parallel)]
+    fitting = [pools for pools in candidates if models[pools.compute.kind].weights_fit(pools.shape.ranks)]
     if not fitting:
         return _too_heavy(planner, candidates)
     free = Planner(shape, workload, models, planner.prices, NO_LIMITS)
@@ -136,7 +136,7 @@ def refusal(planner: Planner, candidates: Sequence[Way]) -> ConfigError:
 
 def _too_heavy(planner: Planner, candidates: Sequence[Way]) -> ConfigError:
     shape, models = planner.shape, planner.models
-    most = max(candidates, key=lambda pools: models[pools.compute.kind].usable_bytes * pools.tensor_parallel)
+    most = max(candidates, key=lambda pools: models[pools.compute.kind].usable_bytes * pools.shape.ranks)
     usable, kind = models[most.compute.kind].usable_bytes, most.compute.kind
     groups = [degree for degree in TENSOR_PARALLEL if shape.kv_heads % degree == 0]
     holding = [degree for degree in groups if models[kind].weights_fit(degree)]
@@ -147,7 +147,7 @@ def _too_heavy(planner: Planner, candidates: Sequence[Way]) -> ConfigError:
     )
     return ConfigError(
         f"{shape.name} has {shape.weight_bytes / 1e9:.0f} GB of weights; tensor parallelism over "
-        f"{most.tensor_parallel} x {kind} holds {most.tensor_parallel * usable / 1e9:.0f} GB; {remedy}"
+        f"{most.shape.ranks} x {kind} holds {most.shape.ranks * usable / 1e9:.0f} GB; {remedy}"
     )
 
 

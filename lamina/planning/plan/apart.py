@@ -121,7 +121,7 @@ class Apart:
         key = (
             way.prompts.kind,
             way.prefill_workers,
-            way.tensor_parallel,
+            way.shapes[0],
             way.chunk,
             found,
             holder.kind,
@@ -137,7 +137,7 @@ class Apart:
         """Return what replicas that decode can do without prompts."""
         if way.memory is None:
             return self._with_copies(way)
-        key = way.compute.kind, way.replicas, way.tensor_parallel, way.memory.kind, way.memory_workers, way.lanes_each
+        key = way.compute.kind, way.replicas, way.shape, way.memory.kind, way.memory_workers, way.lanes_each
         if key not in self._decodings:
             self._decodings[key] = self._with_memory(way)
         return self._decodings[key]
@@ -146,16 +146,18 @@ class Apart:
 
     def _with_copies(self, way: Way) -> "_Decoding":
         prefill, decode = (self.models[kind.kind].widened for kind in (way.prompts, way.compute))
-        here, there = ((1 - WATERMARK) * self.copies.kv_room(kind, way) for kind in (way.compute, way.prompts))
+        here, there = (
+            (1 - WATERMARK) * self.copies.kv_room(kind, way.shape, way.chunk) for kind in (way.compute, way.prompts)
+        )
         # Replicas that prefill hold KV too, if they attend for others.
-        spreads = spreads_memory(way.tensor_parallel, (way.prompts, way.compute))
+        spreads = spreads_memory(way.shape.ranks, (way.prompts, way.compute))
         there *= way.prefill_replicas / way.replicas if spreads else 0.0
         lenders = self.copies.lenders(way)
         rows, shared = self.copies.rows(here + there, 1, 2 * MOST_ROWS, ahead=AHEAD, lenders=lenders)
         most, _ = self.copies.rows(here, 1, 2 * MOST_ROWS, ahead=AHEAD, lenders=lenders)
         beyond = np.maximum(rows - most.max(initial=0.0), 0.0)
-        attention = self.copies.attention(decode, way.tensor_parallel, rows, prefill, beyond)
-        return _Decoding(rows, self.copies.stage_step(decode, way, rows, attention=attention), shared)
+        attention = self.copies.attention(decode, way.shape.ranks, rows, prefill, beyond)
+        return _Decoding(rows, self.copies.stage_step(decode, way.shape, rows, attention=attention), shared)
 
     def _beside_copies(self, way: Way, decoding: "_Decoding", pool: PrefillPool, found: float) -> tuple[Floats, Floats]:
         """Return, by batch, seconds of a decode step at PERCENTILE, and requests per second, while the replicas that
@@ -189,7 +191,7 @@ class Apart:
             memory=memory,
             rows=rows,
             live=self.workload.live,
-            dense_s=self.copies.whole_pass(decode, way.tensor_parallel, rows),
+            dense_s=self.copies.whole_pass(decode, way.shape.ranks, rows),
             attends=self.prompts.attention(prefill, memory, way, np.array(found)),
         )
 

@@ -12,6 +12,7 @@ from lamina.cluster.scratch import GPU_SHARE, PROMPTS, SHARE
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.plan.queueing import queue_waits, replayed_sojourn
+from lamina.planning.plan.stages import busiest_share
 from lamina.planning.plan.ways import Way
 from lamina.planning.plan.workload import Workload
 
@@ -100,7 +101,7 @@ class Prompts:
         shared = way.memory_workers if offloaded else 1
         key = (
             f"{compute.hardware.kind},{memory.hardware.kind},{offloaded},{way.scratch}",
-            way.tensor_parallel,
+            way.shapes[0].ranks,
             way.chunk,
             shared if way.segment else 1,
             way.segment,
@@ -125,7 +126,7 @@ class Prompts:
         sizes = np.concatenate([np.diff(one, append=n) for one, n in zip(each, self._lengths, strict=True)])
         most = np.repeat(self._most_elsewhere(compute, way, hits), [len(one) for one in each])
         elsewhere = np.minimum(starts, most)
-        own = layers * compute.chunk_attention_seconds(sizes, starts - elsewhere, way.tensor_parallel)
+        own = layers * compute.chunk_attention_seconds(sizes, starts - elsewhere, way.shapes[0].ranks)
         room = way.segment or memory.kv_tokens
         parts = np.clip(np.ceil(elsewhere / room), 1, max(1, way.memory_workers))
         prefix = layers * memory.prefix_attention_seconds(sizes, elsewhere / parts)
@@ -152,7 +153,7 @@ class Prompts:
             return np.zeros(hits.shape)
         if not way.scratch:
             return np.full(hits.shape, np.inf)
-        room = scratch_tokens(compute, way.group, self._workload.longest, beside_kv=False)
+        room = scratch_tokens(compute, way.shapes[0].workers, self._workload.longest, beside_kv=False)
         return np.where(self._lengths - hits > room, np.inf, hits)
 
     # -- waiting -------------------------------------------------------------------------------------------------
@@ -206,11 +207,12 @@ class Prompts:
             found: Cached tokens of a prompt, on average.
             ttft_s: Longest time to first token at PERCENTILE.
         """
-        layers, degree = model.shape.layers, way.tensor_parallel
+        layers, copy = model.shape.layers, way.shapes[0]
+        degree = copy.ranks
         computed = self._computed(found)
         cached = self._lengths - computed
 
-        waits = way.memory is not None and way.lanes_each == 1  # in every layer, until K and V are stored
+        waits = way.memory is not None and way.lanes_each == copy.stages  # in every layer, until K and V are stored
         fixed_s = float(model.ends_seconds(1, degree)) + waits * layers * holder.fits.runtime.round_trip_s
 
         def dense_s(rows: Floats) -> Floats:
@@ -230,7 +232,14 @@ class Prompts:
         packed = float(dense_s(np.array([together * rows.mean()]))[0]) / together
         packed += float((alone - dense_s(rows)).mean())
         mean = packed if together > 1 else float(alone.mean())
-        first_s = partial(self._first_s, alone, mean, way.prefill_replicas)
+        share, filling_s = 1.0, 0.0
+        if (stages := copy.stages) > 1:  # a prompt's chunks follow each other through the stages
+            layer, ends = (float(part(way.chunk, degree)) for part in (model.slice_seconds, model.ends_seconds))
+            share = busiest_share(model.shape, stages, layer, ends)
+            filling = (stages - 1) / stages * alone / np.ceil(rows / way.chunk)
+            filling_s = float(np.quantile(filling, PERCENTILE))
+        mean *= share
+        first_s = partial(self._first_s, share * alone, mean, filling_s, way.prefill_replicas)
         return PrefillPool(
             first_s=first_s,
             prompts_s=way.prefill_replicas / mean,
@@ -240,16 +249,19 @@ class Prompts:
             lent_share=float(np.quantile(layers * lent / alone, PERCENTILE)),
         )
 
-    def _first_s(self, alone: Floats, mean: float, replicas: int, load: float) -> float:
+    def _first_s(self, alone: Floats, mean: float, filling_s: float, replicas: int, load: float) -> float:
         """Return the time to first token at PERCENTILE of prompts that take ``alone`` seconds, and ``mean`` if packed
-        into steps, on ``replicas`` busy for a share ``load`` of the time."""
+        into steps, on ``replicas`` busy for a share ``load`` of the time.
+
+        ``filling_s``: Seconds in which a chunk passes the stages before the last.
+        """
         packing = mean / float(alone.mean())
         if self._arrivals is not None:
-            return replayed_sojourn(self._arrivals, alone * packing, replicas, load, PERCENTILE)
+            return filling_s + replayed_sojourn(self._arrivals, alone * packing, replicas, load, PERCENTILE)
         first, second = (np.full(1, (packing**power * alone**power).mean()) for power in (1, 2))
         wait, late = queue_waits(first, second, np.full(1, load), replicas, PERCENTILE)
         longest = float(np.quantile(alone, PERCENTILE))
-        return float(np.maximum(late + float(alone.mean()), wait + longest)[0])
+        return filling_s + float(np.maximum(late + float(alone.mean()), wait + longest)[0])
 
 
 def _highest_load(first_s: Callable[[float], float], ttft_s: float) -> float:
@@ -301,8 +313,8 @@ def _asking_seconds(
         rows: Tokens of each prompt that ask.
         cached: Tokens of each prompt's prefix.
     """
-    shape, degree = model.shape, way.tensor_parallel
-    holding = 1 if way.memory else degree
+    shape, degree = model.shape, way.shapes[0].ranks
+    holding = 1 if way.memory else way.shape.ranks
     asked = rows * shape.query_heads * shape.head_size * shape.dtype.itemsize  # q; the answer is as long
     here, there = model.wire_seconds(asked / degree), holder.wire_seconds(asked / holding)
     lent = holder.prefix_attention_seconds(rows, cached) / holding

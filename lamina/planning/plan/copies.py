@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from lamina.core.pipeline import Shape
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.kernel_times import Floats
@@ -41,22 +42,22 @@ class Copies:
         self.passes: Passes = {} if passes is None else passes
         self._shape, self._workload, self._models, self._engine = shape, workload, models, engine
 
-    def fit(self, kind: Hardware, way: Way) -> bool:
+    def fit(self, kind: Hardware, copy: Shape) -> bool:
         """Return whether the weights of each stage fit its devices."""
-        least = fewest_stages(self._shape, self._models[kind.kind].usable_bytes, way.tensor_parallel)
-        return least is not None and least <= way.stages <= self._shape.layers
+        least = fewest_stages(self._shape, self._models[kind.kind].usable_bytes, copy.ranks)
+        return least is not None and least <= copy.stages <= self._shape.layers
 
-    def kv_room(self, kind: Hardware, way: Way) -> float:
-        """Return the tokens of KV that fit beside one copy of the weights, with steps of up to ``way.chunk`` tokens."""
-        usable = self._models[kind.kind].usable_bytes - self._host(self._models[kind.kind]).reserved(way.chunk)
-        return kv_tokens(self._shape, way.stages, way.tensor_parallel * usable)
+    def kv_room(self, kind: Hardware, copy: Shape, chunk: int) -> float:
+        """Return the tokens of KV that fit beside one copy of the weights, with steps of up to ``chunk`` tokens."""
+        usable = self._models[kind.kind].usable_bytes - self._host(self._models[kind.kind]).reserved(chunk)
+        return kv_tokens(self._shape, copy.stages, copy.ranks * usable)
 
     @staticmethod
     def lenders(way: Way) -> int:
         """Return how many copies of the weights that decode hold the KV of one request together."""
-        lends = way.has_local and way.stages == 1
+        lends = way.has_local and way.shape.stages == 1
         kinds = [kind for kind in (way.prefill, way.compute) if kind is not None]
-        return way.replicas if lends and spreads_memory(way.tensor_parallel, kinds) else 1
+        return way.replicas if lends and spreads_memory(way.shape.ranks, kinds) else 1
 
     def rows(
         self,
@@ -117,25 +118,23 @@ class Copies:
         return np.asarray(attention)
 
     def stage_step(
-        self, model: CostModel, way: Way, rows: Floats, tokens: Floats | float = 0.0, attention: Floats | float = 0.0
+        self, model: CostModel, copy: Shape, rows: Floats, tokens: Floats | float = 0.0, attention: Floats | float = 0.0
     ) -> Floats:
         """Return seconds of a step per stage (``stages.stage_seconds``) of a copy with local memory.
 
         Args:
             model: Cost model of a device of the copy.
-            way: The way.
+            copy: Ranks and stages of the copy.
             rows: Sequences that decode.
             tokens: Tokens of chunks.
             attention: Seconds of one layer's attention.
         """
-        if way.stages == 1:
-            return np.asarray(
-                self.whole_pass(model, way.tensor_parallel, rows + tokens) + self._shape.layers * attention
-            )
-        layers, ends = self._tables(model, way.tensor_parallel)
+        if copy.stages == 1:
+            return np.asarray(self.whole_pass(model, copy.ranks, rows + tokens) + self._shape.layers * attention)
+        layers, ends = self._tables(model, copy.ranks)
         layer_s = np.interp(rows + tokens, _EVERY_ROW, layers) + attention
-        hop_s = self._hop_seconds(model, way.tensor_parallel, rows + tokens)
-        return stage_seconds(self._shape, way.stages, layer_s, np.interp(rows, _EVERY_ROW, ends), hop_s)
+        hop_s = self._hop_seconds(model, copy.ranks, rows + tokens)
+        return stage_seconds(self._shape, copy.stages, layer_s, np.interp(rows, _EVERY_ROW, ends), hop_s)
 
     def _hop_seconds(self, model: CostModel, degree: int, rows: Floats) -> Floats:
         """Return seconds from one stage to the next of the context and of the stage's last attention."""

@@ -15,7 +15,7 @@ import numpy as np
 from lamina.planning.plan.closed_form import PERCENTILE, PromptAttention
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats
-from lamina.planning.plan.stages import stages_of
+from lamina.planning.plan.stages import busiest_share
 from lamina.planning.plan.ways import Way
 
 MOST_RECEIVING = 0.9
@@ -67,22 +67,20 @@ class OffloadedSteps:
     @property
     def replicas(self) -> int:
         """Number of replicas, or of stages, that ``together`` lanes share."""
-        return self.way.replicas if self.way.rotates else self.way.stages
+        return self.way.replicas if self.way.rotates else self.way.shape.stages
 
     @cached_property
     def busiest_share(self) -> float:
         """Share of the dense work of ``together`` lanes that the replica or stage with most of it runs."""
-        if self.way.stages == 1:
+        if self.way.shape.stages == 1:
             return 1 / self.replicas
-        shape = self.compute.shape
-        ends = float(self.compute.ends_seconds(1, self.way.tensor_parallel))
-        layer = float(self.compute.slice_seconds(1, self.way.tensor_parallel))
-        parts = [one.layers * layer + one.last * ends for one in stages_of(shape, self.way.stages)]
-        return max(parts) / sum(parts)
+        model, (ranks, stages) = self.compute, (self.way.shape.ranks, self.way.shape.stages)
+        layer_s, ends_s = (float(part(1, ranks)) for part in (model.slice_seconds, model.ends_seconds))
+        return busiest_share(model.shape, stages, layer_s, ends_s)
 
     def _hops_s(self, tokens: Floats, having: int) -> Floats | float:
         """Return seconds in which a step's context goes from stage to stage, beyond the time of attention."""
-        stages, shape = self.way.stages, self.compute.shape
+        stages, shape = self.way.shape.stages, self.compute.shape
         if stages == 1:
             return 0.0
         rows = self.rows + min(having, 1) * tokens
@@ -203,7 +201,7 @@ class OffloadedSteps:
         return self._compute_nic_s(sent), self._memory_nic_s(sent / self.way.memory_workers)
 
     def _compute_nic_s(self, nbytes: Floats | float) -> Floats:
-        return self.compute.wire_seconds(nbytes / self.way.tensor_parallel)
+        return self.compute.wire_seconds(nbytes / self.way.shape.ranks)
 
     def _memory_nic_s(self, nbytes: Floats | float) -> Floats:
         return self.memory.wire_seconds(nbytes)

@@ -120,7 +120,7 @@ class Planner:
         rows = self._rows(pools)
         if not len(rows):
             return None
-        ttft = self._prefill(self.models[pools.compute.kind], pools.tensor_parallel)
+        ttft = self._prefill(self.models[pools.compute.kind], pools.shape.ranks)
         if ttft > goals.ttft_s:
             return None
         terms = self._terms(pools, rows)
@@ -153,7 +153,7 @@ class Planner:
     def _rows(self, pools: Way) -> Floats:
         """Return batches per lane to try, up to the KV capacity of the memory pool; empty if weights or KV do not
         fit."""
-        if not self.models[pools.compute.kind].weights_fit(pools.tensor_parallel):
+        if not self.models[pools.compute.kind].weights_fit(pools.shape.ranks):
             return _ROWS[:0]
         most = min(self._sequences(pools) // pools.lanes, MOST_ROWS)
         rows = _ROWS[: int(np.searchsorted(_ROWS, most, side="right"))]
@@ -170,12 +170,12 @@ class Planner:
         """Return ``[4, rows]`` seconds: compute, memory, network and one lane's path, in the order of Bottleneck."""
         compute, memory = self.models[pools.compute.kind], self.models[pools.second.kind]
         layers = self.shape.layers
-        dense = self._pass(compute, pools.tensor_parallel, rows)
+        dense = self._pass(compute, pools.shape.ranks, rows)
         attention = layers * self._attention(pools, memory, rows)
         if pools.lanes > 1:
             dense, attention = _contended(dense, attention, memory.fits.runtime.contention)
         sent, turns = layers * compute.exchange_bytes(rows), pools.lanes / pools.replicas
-        here = compute.wire_seconds(sent / pools.tensor_parallel)
+        here = compute.wire_seconds(sent / pools.shape.ranks)
         there = memory.wire_seconds(sent / pools.memory_workers)
         path = dense + attention + np.maximum(here, there) + layers * memory.fits.runtime.round_trip_s
         network = np.maximum(turns * here, pools.lanes * there)

@@ -98,38 +98,36 @@ class Server:
     def unfit(self, way: Way) -> str | None:
         """Return why the weights or the longest request do not fit; None if they do."""
         shape, longest = self.shape, self.workload.longest
-        copies = [kind for kind in (way.prefill, way.compute) if kind is not None]
-        for kind in copies:
-            if not self._copies.fit(kind, way):
-                held = way.group * self.models[kind.kind].usable_bytes / 1e9
-                return (
-                    f"{shape.weight_bytes / 1e9:.0f} GB of weights do not fit {way.group} {kind.kind} ({held:.0f} GB)"
-                )
+        for kind, copy in zip((way.prefill, way.compute), way.shapes, strict=True):
+            if kind is not None and not self._copies.fit(kind, copy):
+                held = f"{copy.workers} {kind.kind} ({copy.workers * self.models[kind.kind].usable_bytes / 1e9:.0f} GB)"
+                return f"{shape.weight_bytes / 1e9:.0f} GB of weights do not fit {held}"
         if way.memory:
             room = self.models[way.second.kind].kv_tokens * way.memory_workers
             if longest > room:
                 return f"the longest request has {longest} tokens; {way.memory_workers} {way.second.kind} hold {room}"
             return self._lacks_scratch(way)
         count = self._copies.lenders(way)
-        room = int(LONGEST_SHARE * count * self._copies.kv_room(way.compute, way))
+        room = int(LONGEST_SHARE * count * self._copies.kv_room(way.compute, way.shape, way.chunk))
         if longest > room:
-            holders = f"{count * way.group} {way.compute.kind} hold {room} beside the weights"
+            holders = f"{count * way.shape.workers} {way.compute.kind} hold {room} beside the weights"
             return f"the longest request has {longest} tokens; {holders}"
         return None
 
     def _lacks_scratch(self, way: Way) -> str | None:
         """Return why scratch memory has no room for a step's chunk; None if it has, or the way needs none."""
         least, model = min(way.chunk, self.workload.longest), self.models[way.prompts.kind]
-        held = scratch_tokens(model, way.group, self.workload.longest, beside_kv=False)
+        devices = way.shapes[0].workers
+        held = scratch_tokens(model, devices, self.workload.longest, beside_kv=False)
         if not way.scratch or held >= least:
             return None
-        return f"scratch memory of {way.group} {way.prompts.kind} holds {held} tokens; a step has {least}"
+        return f"scratch memory of {devices} {way.prompts.kind} holds {held} tokens; a step has {least}"
 
     # -- two pools, one pool -----------------------------------------------------------------------
 
     def _two_pools(self, way: Way) -> "_Loads | None":
         compute, memory = self.models[way.compute.kind].widened, self.models[way.second.kind]
-        workers, lanes, degree = way.memory_workers, way.lanes, way.tensor_parallel
+        workers, lanes, degree = way.memory_workers, way.lanes, way.shape.ranks
         # Requests are admitted with room for the tokens that they have, and slots left for all to grow. A sequence
         # whose worker is full goes on elsewhere, so that the pool is one.
         room = (1 - WATERMARK) * memory.kv_tokens * workers
@@ -160,11 +158,11 @@ class Server:
         return _Loads(way, rows * lanes, share, steps, found, prompts, busy, memory_busy)
 
     def _one_pool(self, way: Way) -> "_Loads | None":
-        model, degree, stages = self.models[way.compute.kind], way.tensor_parallel, way.stages
+        model, degree, stages = self.models[way.compute.kind], way.shape.ranks, way.shape.stages
         local, lenders = way.kind is Kind.LOCAL, self._copies.lenders(way)
         model = model.widened if local else model
         # Lamina keeps slots free for sequences to grow; vLLM preempts.
-        room = (1 - WATERMARK if local else 1) * self._copies.kv_room(way.compute, way)
+        room = (1 - WATERMARK if local else 1) * self._copies.kv_room(way.compute, way.shape, way.chunk)
         rows, found = self._copies.rows(room, stages, way.chunk, ahead=AHEAD if local else 0, lenders=lenders)
         if not len(rows):
             return None
@@ -176,7 +174,7 @@ class Server:
 
         def step(tokens: Floats | float, token_s: Floats | float) -> Floats:
             each = attention + tokens * token_s / self.shape.layers
-            return self._copies.stage_step(model, way, rows, tokens, each)
+            return self._copies.stage_step(model, way.shape, rows, tokens, each)
 
         plain, mixed = step(0.0, 0.0), step(chunk, attends.own_s)
         met = chunks_met(share, stages)

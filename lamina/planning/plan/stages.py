@@ -106,6 +106,13 @@ def stage_seconds(shape: ModelShape, stages: int, layer_s: Floats, ends_s: Float
     return np.asarray(np.maximum(longest, path / stages))
 
 
+def busiest_share(shape: ModelShape, stages: int, layer_s: float, ends_s: float) -> float:
+    """Return the share of a step's slices that the stage with most of them runs. ``layer_s``, ``ends_s``: as in
+    ``stage_seconds``."""
+    parts = [one.layers * layer_s + one.last * ends_s for one in stages_of(shape, stages)]
+    return max(parts) / sum(parts)
+
+
 def chunks_met(share: Floats, stages: int) -> Floats:
     """Return the share of the steps that take as long as one with a chunk, if a ``share`` of them has one."""
     met = stages * np.minimum(share, 1.0)

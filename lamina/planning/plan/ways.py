@@ -7,10 +7,11 @@ or both. ``baselines`` are layouts of another system with one pool, for comparis
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from lamina.core.pipeline import ONE, Shape
 from lamina.planning.plan.cost import MEMORY_SHARE_USABLE
 from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.model_shapes import ModelShape
@@ -33,7 +34,7 @@ LONG = 4
 """How many times as long as ``SEGMENT`` requests are then, at least."""
 
 APART_LANES = (1, 2)
-"""Lanes of each replica to try with prefill apart and a memory pool."""
+"""Lanes of each stage to try with prefill apart and a memory pool."""
 
 SHORTLISTED = 10
 """Most ways that are simulated, unless there are more systems."""
@@ -69,6 +70,10 @@ class Kind(enum.Enum):
         return self is not Kind.ONE_POOL
 
 
+def _degrees_of(shape: Shape) -> str:
+    return f"TP{shape.ranks}" + (f" x {shape.stages} stages" if shape.stages > 1 else "")
+
+
 class Partition(enum.Enum):
     """How attention is divided over the memory workers (Lamina, section 5.2)."""
 
@@ -89,8 +94,8 @@ class Way:
         memory_workers: Their number.
         prefill: Hardware of the pool that only runs prompts; None unless roles are divided.
         prefill_workers: Workers of that pool.
-        tensor_parallel: Devices of one copy of the weights, or of one stage of it, in both pools.
-        stages: Stages of each copy of the weights (``--pipeline-parallel``).
+        shape: Ranks and stages of each copy of the weights in the pool of ``compute``.
+        prefill_shape: Ranks and stages of each copy in the pool that only runs prompts; None: ``shape``.
         lanes: Lanes with memory workers, else 1.
         segment: With ``OFFLOADED``, most tokens of a sequence on one memory worker if others have free KV; None: any.
         partition: With ``OFFLOADED``, how memory workers divide attention.
@@ -106,8 +111,8 @@ class Way:
     memory_workers: int = 0
     prefill: Hardware | None = None
     prefill_workers: int = 0
-    tensor_parallel: int = 1
-    stages: int = 1
+    shape: Shape = ONE
+    prefill_shape: Shape | None = None
     lanes: int = 1
     segment: int | None = None
     partition: Partition = Partition.REQUEST
@@ -136,19 +141,19 @@ class Way:
         return list(dict.fromkeys(kind.kind for kind, _ in self.pools))
 
     @property
-    def group(self) -> int:
-        """Devices of one copy of the weights."""
-        return self.tensor_parallel * self.stages
+    def shapes(self) -> tuple[Shape, Shape]:
+        """The shapes of copies on which prompts run, and of those in the pool of ``compute``."""
+        return self.prefill_shape or self.shape, self.shape
 
     @property
     def replicas(self) -> int:
         """Copies of the weights in the compute pool."""
-        return self.compute_workers // self.group
+        return self.compute_workers // self.shape.workers
 
     @property
     def prefill_replicas(self) -> int:
         """Copies of the weights in the pool that prefills."""
-        return self.prefill_workers // self.group
+        return self.prefill_workers // self.shapes[0].workers
 
     @property
     def has_local(self) -> bool:
@@ -168,6 +173,7 @@ class Way:
             kind=Kind.OFFLOADED,
             prefill=None,
             prefill_workers=0,
+            prefill_shape=None,
             lanes=self.lanes_each * self.replicas,
             scratch=False,
         )
@@ -175,7 +181,7 @@ class Way:
     @property
     def rotates(self) -> bool:
         """Whether lanes rotate over replicas."""
-        return self.kind is Kind.OFFLOADED and self.stages == 1 and self.lanes == self.replicas + 1
+        return self.kind is Kind.OFFLOADED and self.shape.stages == 1 and self.lanes == self.replicas + 1
 
     def usd_per_hour(self, prices: Prices) -> tuple[float, float]:
         """Return the hourly cost of the pool that runs prompts, and of all others; several pools have a network."""
@@ -184,17 +190,20 @@ class Way:
 
     def describe(self) -> str:
         """Return the pools in words."""
-        degrees = f"TP{self.tensor_parallel}" + (f" x {self.stages} stages" if self.stages > 1 else "")
+        early, degrees = map(_degrees_of, self.shapes)
         copies, compute = f"{self.replicas} x {degrees}", f"{self.compute.kind}:{self.compute_workers}"
         if self.kind is Kind.LOCAL:
             return f"{compute} with local memory, {copies}"
         if self.kind is Kind.ONE_POOL:
             return f"{compute} alone, {copies}"
         if self.kind is Kind.PREFILL:
-            apart = f"{self.prompts.kind}:{self.prefill_workers} prefill, {compute} decode"
-            if self.memory is None:
-                return f"{apart}, {degrees}"
-            return f"{apart}, {self.memory.kind}:{self.memory_workers} memory, {degrees}, {self.lanes} fixed lanes"
+            pools = [f"{self.prompts.kind}:{self.prefill_workers} prefill", f"{compute} decode"]
+            if early != degrees:
+                pools = [f"{pool} in {each}" for pool, each in zip(pools, (early, degrees), strict=True)]
+            if self.memory is not None:
+                pools.append(f"{self.memory.kind}:{self.memory_workers} memory")
+            lanes = [f"{self.lanes} fixed lanes"] if self.memory else []
+            return ", ".join([*pools, *([degrees] if early == degrees else []), *lanes])
         order = "rotating" if self.rotates else "fixed"
         parts = f", KV in parts of {self.segment}" if self.segment else ""
         parts += ", prompts attend on compute" if self.scratch else ""
@@ -288,9 +297,10 @@ def ways(
         yield from _one_pool(shape, Kind.LOCAL, kind, most, affords)
     for kind, most in compute:
         for other, most_other in kinds.values():
-            every = list(_apart(shape, (kind, most), (other, most_other), CHUNKS[-1] < longest_prompt))
-            yield from every
-            for way, (third, most_third) in product(every, memory):
+            pools, scratch = ((kind, most), (other, most_other)), CHUNKS[-1] < longest_prompt
+            yield from _apart(*pools, [(Shape(degree), Shape(degree)) for degree in _degrees(shape)], scratch)
+            pairs = list(product(_smallest(shape, kind), _smallest(shape, other)))
+            for way, (third, most_third) in product(_apart(*pools, pairs, scratch), memory):
                 shared = third is other and other.kind not in {one.kind for one, _ in compute}
                 yield from _with_pool(way, third, most_third - shared * way.compute_workers)
 
@@ -333,8 +343,7 @@ def layouts(
                             compute_workers=replicas * group,
                             memory=memory_kind,
                             memory_workers=workers,
-                            tensor_parallel=degree,
-                            stages=parts,
+                            shape=Shape(degree, parts),
                             lanes=lanes,
                             partition=partition,
                         )
@@ -361,8 +370,7 @@ def _one_pool(
                 chunk=chunk,
                 compute=kind,
                 compute_workers=copies * group,
-                tensor_parallel=degree,
-                stages=parts,
+                shape=Shape(degree, parts),
             )
             if copies == 1 or affords(way):
                 yield way
@@ -370,30 +378,41 @@ def _one_pool(
 
 
 def _apart(
-    shape: ModelShape, first: tuple[Hardware, int], second: tuple[Hardware, int], scratch: bool
+    first: tuple[Hardware, int], second: tuple[Hardware, int], pairs: Iterable[tuple[Shape, Shape]], scratch: bool
 ) -> Iterator[Way]:
+    """Yield ways with prefill apart and local memory. ``pairs``: Shapes of copies that prefill, and of those that
+    decode."""
     (kind, most), (other, most_other) = first, second
-    for degree in _degrees(shape):
-        for prefilling in range(1, most // degree + 1):
-            left = most - prefilling * degree if other is kind else most_other
-            for decoding in range(1, left // degree + 1):
+    for early, late in pairs:
+        for prefilling in range(early.workers, most + 1, early.workers):
+            left = most - prefilling if other is kind else most_other
+            for decoding in range(late.workers, left + 1, late.workers):
                 yield Way(
                     kind=Kind.PREFILL,
                     scratch=scratch,
                     chunk=CHUNKS[-1],
                     prefill=kind,
-                    prefill_workers=prefilling * degree,
+                    prefill_workers=prefilling,
                     compute=other,
-                    compute_workers=decoding * degree,
-                    tensor_parallel=degree,
+                    compute_workers=decoding,
+                    shape=late,
+                    prefill_shape=None if early == late else early,
                 )
+
+
+def _smallest(shape: ModelShape, kind: Hardware) -> Iterator[Shape]:
+    """Yield the shapes of copies with the fewest stages that hold the weights."""
+    for degree in _degrees(shape):
+        if parts := fewest_stages(shape, MEMORY_SHARE_USABLE * kind.memory_bytes, degree):
+            yield Shape(degree, parts)
 
 
 def _with_pool(way: Way, kind: Hardware, most: int) -> Iterator[Way]:
     """Yield the variants of a way with prefill apart whose KV is in up to ``most`` memory workers."""
+    stages = max(each.stages for each in way.shapes)
     copies = way.replicas + way.prefill_replicas
     for workers, each in product(range(1, most + 1), APART_LANES):
-        yield replace(way, memory=kind, memory_workers=workers, lanes=each * copies)
+        yield replace(way, memory=kind, memory_workers=workers, lanes=each * stages * copies)
 
 
 def spreads_memory(degree: int, kinds: Sequence[Hardware]) -> bool:
@@ -422,9 +441,9 @@ def shortlist(found: Sequence[Capacity]) -> list[Capacity]:
     best: dict[tuple[object, ...], Capacity] = {}
     for one in sorted(found, key=lambda one: (one.usd_per_request, one.usd_per_hour)):
         way = one.way
-        kinds = tuple(kind.kind for kind, _ in way.pools) if len(way.pools) < 3 else ()
-        each = 0 if way.rotates or way.kind is not Kind.OFFLOADED else way.lanes // (way.replicas * way.stages)
-        best.setdefault((way.kind, kinds, way.stages > 1, way.rotates, each), one)
+        layout = (*(kind.kind for kind, _ in way.pools), way.shape.stages > 1) if len(way.pools) < 3 else ()
+        each = 0 if way.rotates or way.kind is not Kind.OFFLOADED else way.lanes // (way.replicas * way.shape.stages)
+        best.setdefault((way.kind, layout, way.rotates, each), one)
     kept = sorted(best.values(), key=lambda one: one.usd_per_request)
     first = {one.way.kind: one for one in reversed(kept)}.values()
     others = [one for one in kept if not any(one is chosen for chosen in first)]

@@ -49,7 +49,7 @@ class BaselineSimulation:
         for option, given in (("--prefill", deployment.prefill), ("--autoscale", deployment.prefill_bounds)):
             if given is not None:
                 raise ConfigError(f"{option} is for pools of Lamina; leave it out with --system {system.value}")
-        if deployment.pipeline_parallel > 1:
+        if deployment.shape.stages > 1:
             raise ConfigError(f"--pipeline-parallel divides Lamina's copies; leave it out with --system {system.value}")
         self._system = system
         self._deployment = deployment
@@ -58,11 +58,11 @@ class BaselineSimulation:
         self._first = self._instances(deployment.compute_cost, deployment.replicas, chunked)
         self._decode: list[Instance] = []
         if system is System.DISAGGREGATED:
-            groups, rest = divmod(deployment.memory_workers, deployment.tensor_parallel)
+            groups, rest = divmod(deployment.memory_workers, deployment.shape.ranks)
             if rest:
                 raise ConfigError(
                     f"{deployment.memory_workers} memory workers do not divide into groups of "
-                    f"{deployment.tensor_parallel}, which decoding needs to hold the weights; give a multiple"
+                    f"{deployment.shape.ranks}, which decoding needs to hold the weights; give a multiple"
                 )
             self._decode = self._instances(deployment.memory_cost, groups, chunked)
         self._log = RequestLog(arrivals)
@@ -81,7 +81,7 @@ class BaselineSimulation:
         return [
             Instance(
                 cost,
-                deployment.tensor_parallel,
+                deployment.shape.ranks,
                 deployment.max_num_seqs,
                 deployment.max_num_batched_tokens,
                 chunked,
@@ -238,7 +238,7 @@ class BaselineSimulation:
 
     def _move(self, source: Instance, target: Instance, sequence: Running, now: float) -> None:
         deployment = self._deployment
-        nbytes = sequence.cached * deployment.model.kv_bytes_per_token / deployment.tensor_parallel
+        nbytes = sequence.cached * deployment.model.kv_bytes_per_token / deployment.shape.ranks
         costs = (deployment.compute_cost, deployment.memory_cost)
         seconds = max(float(cost.wire_seconds(nbytes)) for cost in costs)
         end = max(now, source.sent_until_s, target.sent_until_s) + seconds
@@ -265,7 +265,7 @@ class BaselineSimulation:
 
     def _strike(self, fault: Fault, now: float) -> None:
         instances = self._first if fault.role == "compute" else self._decode
-        instance = instances[fault.worker // self._deployment.tensor_parallel]
+        instance = instances[fault.worker // self._deployment.shape.ranks]
         if fault.factor is not None:
             instance.factor = fault.factor
             return
@@ -299,8 +299,7 @@ class BaselineSimulation:
             log=self._log,
             seconds=now,
             pools=tuple(
-                _use(name, hardware.kind, deployment.tensor_parallel, instances, now)
-                for name, hardware, instances in kinds
+                _use(name, hardware.kind, deployment.shape.ranks, instances, now) for name, hardware, instances in kinds
             ),
             usd_per_hour=deployment.usd_per_hour,
             queued=self._queued_s / now if now else 0.0,

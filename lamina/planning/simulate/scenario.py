@@ -9,12 +9,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina.cluster.degrees import degrees_text
 from lamina.cluster.pool import CPU, LOCAL
 from lamina.cluster.refusals import require_allowed
 from lamina.cluster.sizing import uses_scratch
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
-from lamina.core.pipeline import Pipeline
+from lamina.core.pipeline import ONE, Pipeline, Shape
 from lamina.core.types import Balance, Pipelining, PromptAttention
 from lamina.planning.plan.closed_form import scratch_tokens
 from lamina.planning.plan.cost import CostModel, Fits
@@ -123,7 +124,8 @@ class Deployment:
         prefill_bounds: The least and the most workers that only run prompts, if replicas change their role by
             ``slo_ttft_ms`` and ``slo_tbt_ms``, as with ``--autoscale prefill=LEAST:MOST``.
         local: KV is beside the weights, as with ``--memory local``, without memory workers.
-        tensor_parallel: Devices that hold one copy of the weights, or one stage of it.
+        shape: Ranks and stages of each copy of the weights in the compute pool.
+        prefill_shape: Ranks and stages of each copy in the prefill pool; None: ``shape``.
         profile: Measured fits, which replace the package's.
         prices: The market; None: no costs.
         engine: The engine that serves, with its overheads unless ``profile`` includes them.
@@ -138,8 +140,8 @@ class Deployment:
     prefill_workers: int = 0
     prefill_bounds: tuple[int, int] | None = None
     local: bool = False
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
+    shape: Shape = ONE
+    prefill_shape: Shape | None = None
     lanes: int | None = None
     pipelining: Pipelining = "auto"
     max_num_seqs: int = 256
@@ -156,13 +158,7 @@ class Deployment:
     engine: Engine = NO_OVERHEAD
 
     def __post_init__(self) -> None:
-        for name in (
-            "compute_workers",
-            "tensor_parallel",
-            "pipeline_parallel",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-        ):
+        for name in ("compute_workers", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1")
         if self.kv_tokens_per_worker is not None and self.kv_tokens_per_worker < 1:
@@ -171,43 +167,44 @@ class Deployment:
             raise ConfigError(
                 f"local memory beside {self.memory_workers} memory workers is not simulated; give one of them"
             )
-        if self.local and self.prefill is not None and self.pipeline_parallel > 1:
+        early, late = self.shapes
+        if self.local and self.prefill is not None and max(early.stages, late.stages) > 1:
             raise ConfigError(
                 "prefill with local memory of stages is not simulated; give memory workers, or one stage per copy of "
                 "the weights"
             )
-        for workers in (self.compute_workers, self.prefill_workers):
-            if workers % self.group:
+        for workers, shape in ((self.compute_workers, late), (self.prefill_workers, early)):
+            if workers % shape.workers:
                 raise ConfigError(
-                    f"{workers} compute workers do not divide into groups of {self.group}; give a "
+                    f"{workers} compute workers do not divide into groups of {shape.workers}; give a "
                     "multiple or another degree of parallelism"
                 )
-        if self.model.kv_heads % self.tensor_parallel:
-            raise ConfigError(
-                f"tensor parallelism of {self.tensor_parallel} does not divide the {self.model.kv_heads} key/value "
-                f"heads of {self.model.name}; give a degree that does"
-            )
+            if self.model.kv_heads % shape.ranks:
+                raise ConfigError(
+                    f"tensor parallelism of {shape.ranks} does not divide the {self.model.kv_heads} key/value "
+                    f"heads of {self.model.name}; give a degree that does"
+                )
 
     @property
-    def group(self) -> int:
-        """Devices of one copy of the weights."""
-        return self.tensor_parallel * self.pipeline_parallel
+    def shapes(self) -> tuple[Shape, Shape]:
+        """The shapes of copies in the prefill pool, and of those in the compute pool."""
+        return self.prefill_shape or self.shape, self.shape
 
     @property
     def replicas(self) -> int:
         """Copies of the weights in the compute pool."""
-        return self.compute_workers // self.group
+        return self.compute_workers // self.shape.workers
 
     @property
     def prefill_replicas(self) -> int:
         """Copies of the weights in the prefill pool."""
-        return self.prefill_workers // self.group
+        return self.prefill_workers // self.shapes[0].workers
 
     @property
     def lends(self) -> bool:
         """Whether replicas attend for each other to KV in their local memory (``Pipeline.lends``). Those of stages do
         not here, though they do in the runtime."""
-        several = self.replicas + self.prefill_replicas > 1 and self.pipeline_parallel == 1
+        several = self.replicas + self.prefill_replicas > 1 and self.shape.stages == 1
         return self.local and several and (not self._ranks_on_gpus or self.prefill is not None)
 
     @property
@@ -218,7 +215,7 @@ class Deployment:
     @property
     def _ranks_on_gpus(self) -> bool:
         kinds = {kind.kind for kind in (self.compute, self.prefill) if kind is not None}
-        return self.tensor_parallel > 1 and kinds != {CPU}
+        return self.shape.ranks > 1 and kinds != {CPU}
 
     @property
     def prompts_alone(self) -> "Deployment":
@@ -228,6 +225,8 @@ class Deployment:
             self,
             compute=self.prefill,
             compute_workers=self.prefill_workers,
+            shape=self.shapes[0],
+            prefill_shape=None,
             prefill=None,
             prefill_workers=0,
             prefill_bounds=None,
@@ -256,8 +255,8 @@ class Deployment:
         """Tokens of KV of each memory worker or, with local memory, of each copy of the weights."""
         if not self.local:
             return self.memory_cost.kv_tokens
-        usable = self.tensor_parallel * (self.compute_cost.usable_bytes - self.reserved_bytes)
-        return int(kv_tokens(self.model, self.pipeline_parallel, usable))
+        usable = self.shape.ranks * (self.compute_cost.usable_bytes - self.reserved_bytes)
+        return int(kv_tokens(self.model, self.shape.stages, usable))
 
     @property
     def reserved_bytes(self) -> float:
@@ -280,7 +279,7 @@ class Deployment:
 
     def require_weights(self, cost: CostModel) -> None:
         """Raise ConfigError if a copy of the weights does not fit its tensor-parallel group."""
-        tp = self.group
+        tp = self.shape.workers
         if not cost.weights_fit(tp):
             degrees = (2**power for power in range(1, self.model.kv_heads.bit_length()))
             fits = next((n for n in degrees if self.model.kv_heads % n == 0 and cost.weights_fit(n)), None)
@@ -301,10 +300,13 @@ def require_simulated(deployment: Deployment) -> None:
             "changing roles are simulated only with KV in memory workers, and one kind of compute workers; give "
             "--memory KIND:COUNT, and --prefill and --compute the same kind"
         )
+    early, late = ("", "") if own.prefill_shape is None else map(degrees_text, own.shapes)
+    default = own.shape if own.prefill_shape is None else ONE
     config = EngineConfig(
-        prefill=None if own.prefill is None else f"{own.prefill.kind}:{own.prefill_workers}",
-        tensor_parallel=own.tensor_parallel,
-        pipeline_parallel=own.pipeline_parallel,
+        prefill=None if own.prefill is None else f"{own.prefill.kind}:{own.prefill_workers}{early}",
+        compute=f"{own.compute.kind}:{own.compute_workers}{late}",
+        tensor_parallel=default.ranks,
+        pipeline_parallel=default.stages,
         lanes=own.lanes,
         pipelining=own.pipelining,
         slo_tbt_ms=own.slo_tbt_ms,
@@ -333,11 +335,11 @@ def holders_of(deployment: Deployment) -> list[Deployment]:
 
 
 def config_of(deployment: Deployment) -> EngineConfig:
-    """Return the settings of the runtime that a deployment stands for."""
-    prefill, stages = deployment.prefill_replicas, deployment.pipeline_parallel
+    """Return the settings of the runtime that a deployment stands for; the ranks of a stage are one worker."""
+    prefill, (early, late) = deployment.prefill_replicas, deployment.shapes
     return EngineConfig(
-        prefill=f"{CPU}:{prefill * stages}" if prefill else None,
-        pipeline_parallel=stages,
+        prefill=f"{CPU}:{prefill * early.stages}/pp{early.stages}" if prefill else None,
+        pipeline_parallel=late.stages,
         lanes=deployment.lanes,
         pipelining=deployment.pipelining,
         max_num_seqs=deployment.max_num_seqs,
@@ -368,7 +370,9 @@ def scratch_of(
     return [
         0  # only decodes, beside KV
         if local and replica >= pipeline.prefill
-        else scratch_tokens(one.compute_cost, one.group, longest, beside_kv, one.reserved_bytes if local else 0.0)
+        else scratch_tokens(
+            one.compute_cost, one.shape.workers, longest, beside_kv, one.reserved_bytes if local else 0.0
+        )
         for replica, one in enumerate(holders)
     ]
 

@@ -85,12 +85,12 @@ def _tokens(places: Places, position: int) -> list[tuple[int, int]]:
 
 class _Model:
     def __init__(self, deployment: Deployment) -> None:
-        self._compute, self._engine, self._tp = deployment.compute_cost, deployment.host, deployment.tensor_parallel
+        self._compute, self._engine, self._tp = deployment.compute_cost, deployment.host, deployment.shape.ranks
         shape, item = deployment.model, deployment.model.dtype.itemsize
         self._layers = shape.layers
         self._kept_bytes = 2 * shape.kv_heads * shape.head_size * item  # k and v of a row
         self._asked_bytes = shape.query_heads * shape.head_size * item  # q of a row; the reply has the same size
-        self._slices = slice_times(self._compute, deployment.tensor_parallel, deployment.max_num_batched_tokens)
+        self._slices = slice_times(self._compute, deployment.shape.ranks, deployment.max_num_batched_tokens)
 
     def _last_s(self, rows: int, draws: int) -> float:
         runtime, engine, slices = self._compute.fits.runtime, self._engine, self._slices

@@ -162,7 +162,7 @@ class Course:
     def _steps_of_request(self, capacity: Capacity) -> float:
         """Return the steps per request; every group of sequences that decode together has its own steps."""
         way, workload = capacity.way, self._workload
-        groups = way.decoding.lanes if way.memory else way.replicas * way.stages
+        groups = way.decoding.lanes if way.memory else way.replicas * way.shape.stages
         return workload.output * groups / capacity.batch + (workload.prompt - capacity.found) / way.chunk
 
     def arrivals(self, requests: int, rate: float) -> Arrivals:
@@ -182,8 +182,8 @@ class Course:
             prefill=way.prefill,
             prefill_workers=way.prefill_workers,
             local=way.has_local,
-            tensor_parallel=way.tensor_parallel,
-            pipeline_parallel=way.stages,
+            shape=way.shape,
+            prefill_shape=way.prefill_shape,
             lanes=way.lanes if way.memory else None,
             pipelining="rotational" if way.rotates else "fixed" if way.memory else "auto",
             max_num_seqs=min(way.chunk, capacity.seats or max(16, 2 * capacity.batch)),

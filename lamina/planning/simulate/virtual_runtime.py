@@ -21,7 +21,7 @@ from lamina.cluster.pool import CPU
 from lamina.control.messages import StepDone
 from lamina.control.timeline import Span
 from lamina.core.errors import RequestError
-from lamina.core.pipeline import Pipeline
+from lamina.core.pipeline import Pipeline, Shape
 from lamina.core.sampling import SamplingParams
 from lamina.core.segments import grown, moved
 from lamina.core.steps import StepPlan
@@ -67,13 +67,14 @@ class Simulation:
         self._lent = Lent()
         self._model, self._prompts_model = (self._model_of(each) for each in (deployment, self._holders[0]))
         self._config = config_of(deployment)
-        self._pipeline = self._make_pipeline(len(self._holders))
+        self._pipeline = self._make_pipeline()
         self._memories = [f"memory{index}" for index in range(deployment.memory_workers)]
         self._longest = 1 + int((arrivals.prompt + self._asked).max(initial=2))
         self._scratch = scratch_of(self._config, self._pipeline, deployment, self._holders, self._longest)
         self._places = [*(self._topology.computes if deployment.local else self._topology.memories)]
         bounds = deployment.prefill_bounds
-        self._roles = None if bounds is None else RoleBalance(*(workers // deployment.group for workers in bounds))
+        group = deployment.shape.workers
+        self._roles = None if bounds is None else RoleBalance(*(workers // group for workers in bounds))
         self._look_at = math.inf if bounds is None else 0.0
         self._turned: Pipeline | None = None  # replaces the pipeline once no step is in flight
         self._role_changes = 0
@@ -103,12 +104,16 @@ class Simulation:
         self._clock: Callable[[], float] = _stopped
         self._decisions = Decisions(seconds={"add": 0.0, "plan": 0.0, "complete": 0.0})
 
-    def _make_pipeline(self, replicas: int) -> Pipeline:
-        local, stages = self._deployment.local, self._deployment.pipeline_parallel
-        pipeline = sizing.pipeline(self._config, replicas * stages, shared=local, local=local)
-        starts = stage_starts(self._deployment.model, stages) if stages > 1 else ()
-        shape = replace(pipeline.shape, starts=starts)
-        return replace(pipeline, lends=self._deployment.lends, one_way=self._deployment.one_way, shape=shape)
+    def _make_pipeline(self) -> Pipeline:
+        deployment, local = self._deployment, self._deployment.local
+        stages = sum(holder.shape.stages for holder in self._holders)
+        pipeline = sizing.pipeline(self._config, stages, shared=local, local=local)
+        early, late = pipeline.prefill_shape, self._divided(pipeline.shape)
+        early = early and self._divided(early)
+        return replace(pipeline, lends=deployment.lends, one_way=deployment.one_way, shape=late, prefill_shape=early)
+
+    def _divided(self, shape: Shape) -> Shape:
+        return replace(shape, starts=stage_starts(self._deployment.model, shape.stages)) if shape.stages > 1 else shape
 
     @property
     def _stages(self) -> int:
@@ -246,8 +251,8 @@ class Simulation:
         if fault.factor is None:
             self._die(now)
         elif fault.role == "compute":
-            before = self._pipeline.prefill * self._pipeline.shape.stages
-            self._cluster.slow_replica(before + fault.worker // self._deployment.tensor_parallel, fault.factor)
+            before = self._pipeline.prefill * self._pipeline.shapes[0].stages
+            self._cluster.slow_replica(before + fault.worker // self._deployment.shape.ranks, fault.factor)
         else:
             self._cluster.slow_memory(fault.worker, fault.factor)
 
@@ -297,22 +302,17 @@ class Simulation:
     @property
     def _topology(self) -> Topology:
         """The stages of the replicas, each as one worker, and the memory workers."""
-        stages, without = self._pipeline.shape.stages, self._pipeline.prefill if self._pipeline.one_way else 0
+        pipeline = self._pipeline
+        without = pipeline.prefill if pipeline.one_way else 0
         slots = [
             holder.kv_tokens - scratch if holder.local and replica >= without else 0
             for replica, (holder, scratch) in enumerate(zip(self._holders, self._scratch, strict=True))
         ]
-        members = [
-            Member(
-                f"compute{index}",
-                "compute",
-                CPU,
-                "",
-                0 if index % stages else slots[index // stages],
-                self._scratch[index // stages],
-            )
-            for index in range(self._stages)
-        ]
+        members = []
+        for index in range(self._stages):
+            replica = pipeline.replica_at(index)
+            held = 0 if pipeline.place(index) else slots[replica]
+            members.append(Member(f"compute{index}", "compute", CPU, "", held, self._scratch[replica]))
         capacity = self._deployment.kv_tokens if self._memories else 0
         members += [Member(name, "memory", CPU, "", capacity) for name in self._memories]
         return Topology(FIRST, tuple(members), self._pipeline)
@@ -413,7 +413,7 @@ class Simulation:
         deployment = self._deployment
         self._decisions.seconds = {what: TIMED * spent for what, spent in self._decisions.seconds.items()}
         replicas = [self._cluster.replica_work(index) for index in range(self._stages)]
-        prefill = self._pipeline.prefill * self._pipeline.shape.stages
+        prefill = self._pipeline.prefill * self._pipeline.shapes[0].stages
         memories = [self._cluster.memory_work(index) for index in range(deployment.memory_workers)]
         if self._roles is not None:  # every replica may have had both roles
             workers = deployment.compute_workers + deployment.prefill_workers

@@ -222,7 +222,7 @@ def test_a_launch_line_quantises_what_the_plan_does(
     assert bool(plan_commands.unquantised(shape, model, compute)) == lacks
     assert bool(plan_commands.untried(shape, compute)) == (weights != "auto" and compute != "cpu")
     device = replace(hardware.load()["h100"], kind=compute)
-    way = Way(kind=Kind.LOCAL, chunk=128, compute=device, compute_workers=1, tensor_parallel=1)
+    way = Way(kind=Kind.LOCAL, chunk=128, compute=device, compute_workers=1)
     (line,) = plan_commands.launching(SimpleNamespace(way=way), shape, model, 100)  # type: ignore[arg-type]
     if lacks:
         assert line == "lamina launch cannot start this yet: it lacks matrix products with fp8 weights on CPUs."

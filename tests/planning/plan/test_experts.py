@@ -10,6 +10,7 @@ import pytest
 from bench.cost import fit_experts
 from bench.cost.measured import MEASUREMENTS
 from lamina.core.errors import ConfigError, ModelError, UnsupportedModelError
+from lamina.core.pipeline import Shape
 from lamina.planning.plan import hardware, model_shapes, prices, workload
 from lamina.planning.plan.cost import CostModel, Fits
 from lamina.planning.plan.hardware import Hardware
@@ -197,7 +198,7 @@ def test_ways_of_lamina_multiply_8_bit_floats_in_16_bits(model: str) -> None:
 
     def rate(kind: Kind, device: Hardware) -> float:
         costs = {device.kind: CostModel(shape, device, Fits.load(device))}
-        way = Way(kind=kind, chunk=2048, compute=device, compute_workers=2, tensor_parallel=2)
+        way = Way(kind=kind, chunk=2048, compute=device, compute_workers=2, shape=Shape(2))
         found = Server(shape, served, costs, market, NO_LIMITS, VLLM).evaluate(way)
         assert found is not None
         return found.requests_s
@@ -207,7 +208,7 @@ def test_ways_of_lamina_multiply_8_bit_floats_in_16_bits(model: str) -> None:
 
     def seconds(kind: Kind, device: Hardware) -> float:
         course = Course(shape, served, [], market, NO_LIMITS, engine=VLLM)
-        way = Way(kind=kind, chunk=2048, compute=device, compute_workers=2, tensor_parallel=2)
+        way = Way(kind=kind, chunk=2048, compute=device, compute_workers=2, shape=Shape(2))
         found = Server(shape, served, {device.kind: cost(shape, "h100")}, market, NO_LIMITS, VLLM).evaluate(way)
         assert found is not None
         return course.simulate(found, 1000.0, 60).seconds

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from lamina.cli.plan_commands import launch_command, launching, obstacle
 from lamina.cluster import pool
-from lamina.cluster.degrees import parse_computes
+from lamina.cluster.degrees import parse_computes, shapes
 from lamina.cluster.refusals import require_allowed
 from lamina.compute.split_cache import prepare
 from lamina.config.engine_config import EngineConfig
@@ -49,10 +49,11 @@ TOKENS = 8
 
 def kind_of(way: Way) -> str:
     """What makes the line of a way differ from other lines, besides numbers."""
-    words = [way.kind.value, f"TP{way.tensor_parallel}" * (way.tensor_parallel > 1), "copies" * (way.replicas > 1)]
-    words += ["stages" * (way.stages > 1), "memory pool" * (way.kind is Kind.PREFILL and way.memory is not None)]
+    words = [way.kind.value, f"TP{way.shape.ranks}" * (way.shape.ranks > 1), "copies" * (way.replicas > 1)]
+    words += ["stages" * (way.shape.stages > 1), f"prompts in {way.prefill_shape}" * (way.prefill_shape is not None)]
+    words += ["memory pool" * (way.kind is Kind.PREFILL and way.memory is not None)]
     if way.kind is Kind.OFFLOADED:
-        each = way.lanes // (way.replicas * way.stages)
+        each = way.lanes // (way.replicas * way.shape.stages)
         order = "rotating" if way.rotates else "fixed" if each == 1 else "several fixed"
         divided = "by heads" * (way.partition is Partition.HEAD), "in parts" * (way.segment is not None)
         words += [order, *divided, "memories" * (way.memory_workers > 1), "prompts on compute" * way.scratch]
@@ -104,8 +105,9 @@ def serves(
     way: Way, line: str, target: Target, workers: list[psutil.Process], prompts: list[str], **variables: str
 ) -> list[str]:
     """Start a line as it is printed, but for the type of elements, and return the text after each prompt."""
-    for number in range(way.tensor_parallel * (way.stages == 1)):  # once, instead of in every worker
-        prepare(directory.find(MODEL), DType.FLOAT32, lambda: None, target, Rank(number, way.tensor_parallel))
+    for degree in {shape.ranks for shape in way.shapes if shape.stages == 1}:
+        for number in range(degree):  # once, instead of in every worker
+            prepare(directory.find(MODEL), DType.FLOAT32, lambda: None, target, Rank(number, degree))
     words = shlex.split(line)
     assert words[:2] == ["lamina", "launch"]
     server = start(*words[2:], "--dtype", "float32", stderr=subprocess.PIPE, **variables)
@@ -146,7 +148,7 @@ def test_no_line_is_refused(name: str) -> None:
     config = EngineConfig(**settings)
     require_allowed(config, pool.kinds(parse_computes(config)), pool.kinds(pool.parse(settings["memory"])))
     there = "auto" if way.prefill and way.has_local else "compute"  # where scratch memory is the default
-    assert config.pipeline_parallel == way.stages and (config.prompt_attention == there) == way.scratch
+    assert shapes(config) == way.shapes and (config.prompt_attention == there) == way.scratch
 
 
 @pytest.mark.parametrize("kind", sweep(ON_CPUS, ORDINARY), ids=str)

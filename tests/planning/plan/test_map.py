@@ -56,7 +56,7 @@ def test_stages_serve_on_one_kind() -> None:
     place = Server(shape, served, costs, RENTS, Slo(), VLLM)
     alone = [one for way in ways(shape, *pools) if len(way.kinds) == 1 and (one := place.evaluate(way)) is not None]
     best = min(alone, key=lambda one: one.usd_per_request)
-    assert cell.alone is not None and cell.alone.way.stages > 1 and best.way.stages > 1
+    assert cell.alone is not None and cell.alone.way.shape.stages > 1 and best.way.shape.stages > 1
     assert cell.alone.usd_per_request < 1.2 * best.usd_per_request
 
 
@@ -157,7 +157,7 @@ def test_the_simulator_chooses_between_the_best_ways_of_a_side(monkeypatch: pyte
     assert cell.alone is not None and cell.seconds
     second = cell.seconds[0]
     assert cell.alone.usd_per_request <= second.usd_per_request <= plan_map.NEAR * cell.alone.usd_per_request
-    assert second.way.tensor_parallel != cell.alone.way.tensor_parallel or second.way.kind != cell.alone.way.kind
+    assert second.way.shape.ranks != cell.alone.way.shape.ranks or second.way.kind != cell.alone.way.kind
 
     class Run:
         def __init__(self, requests_s: float) -> None:

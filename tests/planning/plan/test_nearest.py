@@ -99,7 +99,7 @@ def test_a_way_apart_keeps_what_it_reaches_beside_cached_prefixes(prompt: int, s
     served = workload.of_lengths(prompt, 30, workload.Sessions(shared=shared))
     costs = {kind: CostModel(SHAPE, CATALOGUE[kind], Fits.load(CATALOGUE[kind])) for kind in ("h100", "h20")}
     apart = [way for way in WAYS if way.kind is Kind.PREFILL]
-    assert any(way.tensor_parallel > 1 for way in apart)
+    assert any(way.shape.ranks > 1 for way in apart)
     for way in apart:
         (found,) = Server(SHAPE, served, costs, prices.load("paper"), Slo()).reach(way)
         slo = Slo(ttft_s=found.ttft_s * 1.0001, tbt_s=found.tbt_s * 1.0001)

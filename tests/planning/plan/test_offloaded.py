@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from lamina.core.pipeline import Shape
 from lamina.core.types import PromptAttention
 from lamina.planning.crossover_map import trace
 from lamina.planning.plan import hardware, model_shapes, prices, workload
@@ -27,7 +28,7 @@ WAY = Way(
     compute_workers=8,
     memory=CATALOGUE["h20"],
     memory_workers=2,
-    tensor_parallel=8,
+    shape=Shape(8),
     lanes=1,
 )
 
@@ -38,7 +39,7 @@ DEPLOYMENT = Deployment(
     compute_workers=8,
     memory=WAY.memory,
     memory_workers=2,
-    tensor_parallel=8,
+    shape=Shape(8),
     lanes=1,
     max_num_batched_tokens=WAY.chunk,
 )
@@ -85,7 +86,7 @@ def test_a_chunk_behind_a_cached_prefix_takes_what_the_simulator_says(prompt: in
 def test_other_lanes_chunks_load_the_memory_workers_too() -> None:
     """Four replicas share two memory workers: all of their chunks are read there, not only those of one replica."""
     served = workload.of_lengths(4096, 128, Sessions(shared=3686))
-    way = dataclasses.replace(WAY, compute_workers=16, tensor_parallel=4, lanes=4, chunk=512)
+    way = dataclasses.replace(WAY, compute_workers=16, shape=Shape(4), lanes=4, chunk=512)
     found = Server(SHAPE, served, COSTS, prices.load("paper"), Slo(tbt_s=1.0)).evaluate(way)
     assert found is not None and found.memory_busy <= 1.0
     layers, h20 = SHAPE.layers, COSTS["h20"]
@@ -101,7 +102,7 @@ def test_the_highest_load_by_share_of_the_prompt_that_is_cached(prompt: int, sha
     shape = model_shapes.find("Llama-2-13B")
     costs = {kind: CostModel(shape, CATALOGUE[kind], Fits.load(CATALOGUE[kind])) for kind in ("h100", "h20")}
     served, slo = workload.of_lengths(prompt, 100, Sessions(shared=shared) if shared else None), Slo(tbt_s=0.3)
-    way = dataclasses.replace(WAY, compute_workers=2, tensor_parallel=1, lanes=4, chunk=512)
+    way = dataclasses.replace(WAY, compute_workers=2, shape=Shape(1), lanes=4, chunk=512)
     market = prices.load("paper")
     found = Server(shape, served, costs, market, slo).evaluate(way)
     assert found is not None
@@ -129,12 +130,12 @@ def test_memory_workers_attend_to_cached_prefixes_and_prompts_too_long_for_scrat
     cached = np.full(1, shared.reuse.most)
     attends = Prompts(shared).attention(compute, memory, way, cached)
     layers, chunks = compute.shape.layers, np.arange(0, 16_384 - 2048, 2048)  # computed before each chunk
-    own = layers * compute.chunk_attention_seconds(2048, chunks, way.tensor_parallel)
+    own = layers * compute.chunk_attention_seconds(2048, chunks, way.shape.ranks)
     assert attends.own_s[0] * 2048 == pytest.approx(own.mean()) and attends.asked[0] == 1
     prefix = layers * float(memory.prefix_attention_seconds(2048, 2048))
     assert attends.prefix_s[0] * 2048 == pytest.approx(prefix)
     assert Prompts(shared).attention(compute, memory, way, np.zeros(1)).asked[0] == 0
-    large = dataclasses.replace(way, tensor_parallel=2)  # two devices that the weights nearly fill
+    large = dataclasses.replace(way, shape=Shape(2))  # two devices that the weights nearly fill
     held = scratch_tokens(compute, 2, 10**6, beside_kv=False)
     for length, asks in ((held - 1, False), (held + 1, True)):
         asked = Prompts(workload.of_lengths(length, 1)).attention(compute, memory, large, np.zeros(1)).asked

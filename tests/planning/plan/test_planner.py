@@ -13,7 +13,7 @@ import pytest
 
 from lamina import _native
 from lamina.core.errors import ConfigError
-from lamina.core.pipeline import Pipeline
+from lamina.core.pipeline import Pipeline, Shape
 from lamina.planning.plan import hardware, model_shapes, prices, workload
 from lamina.planning.plan.advice import alone, beyond, pareto, recommend, refusal
 from lamina.planning.plan.cost import CostModel, Fits
@@ -53,7 +53,7 @@ def pools(replicas: int = 1, tensor_parallel: int = 2, **changes: Any) -> Way:
     base = Way(
         compute=CATALOGUE["h100"],
         compute_workers=replicas * tensor_parallel,
-        tensor_parallel=tensor_parallel,
+        shape=Shape(tensor_parallel),
         memory=CATALOGUE["h20"],
         memory_workers=4,
         lanes=2,
@@ -106,12 +106,12 @@ def test_time_between_tokens_is_what_a_rotation_takes(seed: int) -> None:
     rows = np.array(found.batch / seen.lanes)
     busiest = math.ceil(rows / seen.memory_workers)
     sent = compute.exchange_bytes(rows)
-    here = float(compute.wire_seconds(sent / seen.tensor_parallel))
+    here = float(compute.wire_seconds(sent / seen.shape.ranks))
     there = float(memory.wire_seconds(sent / seen.memory_workers))
     simulated = rotate(
         seen.lanes,
         seen.replicas,
-        slice_s=float(compute.pass_seconds(rows, seen.tensor_parallel)) / LLAMA3.layers,
+        slice_s=float(compute.pass_seconds(rows, seen.shape.ranks)) / LLAMA3.layers,
         attention_s=float(memory.attention_seconds(busiest * context, busiest)),
         message_s=max(here, there) + ROUND_TRIP_S,
         layers=400,
@@ -127,7 +127,7 @@ def played(seen: Way, model: Planner, rows: int, live: int, steps: int = 5) -> f
     compute, memory, shape = model.models[seen.compute.kind], model.models[seen.memory.kind], model.shape
     pipeline = Pipeline(seen.lanes, seen.replicas, seen.lanes == seen.replicas + 1)
     cluster = _native.VirtualCluster(seen.replicas, seen.memory_workers, seen.lanes, ROUND_TRIP_S / 2)
-    here = float(compute.wire_seconds(1.0)) / seen.tensor_parallel
+    here = float(compute.wire_seconds(1.0)) / seen.shape.ranks
     there = float(memory.wire_seconds(1.0))
     asked, kept = (2 * heads * shape.head_size for heads in (shape.query_heads, 2 * shape.kv_heads))  # bytes of a row
     own = [(rows + worker) // seen.memory_workers for worker in range(seen.memory_workers)]
@@ -138,7 +138,7 @@ def played(seen: Way, model: Planner, rows: int, live: int, steps: int = 5) -> f
             if n
         ]
     )
-    layer, ends = (float(part(rows, seen.tensor_parallel)) for part in (compute.slice_seconds, compute.ends_seconds))
+    layer, ends = (float(part(rows, seen.shape.ranks)) for part in (compute.slice_seconds, compute.ends_seconds))
     times = _native.StepTimes(
         first_s=layer / 2,
         inner_s=layer,
@@ -227,7 +227,7 @@ def test_at_the_cost_of_four_h100_two_with_a_few_h20_are_recommended() -> None:
     model = planner(goals=replace(NO_LIMITS, usd_per_hour=4 * 11.06))
     candidates = list(layouts(LLAMA3, [(CATALOGUE["h100"], 8)], [(CATALOGUE["h20"], 16)]))
     best = recommend([plan for one in candidates if (plan := model.evaluate(one)) is not None])
-    assert best.pools.compute_workers == 2 and best.pools.tensor_parallel == 2
+    assert best.pools.compute_workers == 2 and best.pools.shape.ranks == 2
     assert 2 <= best.pools.memory_workers <= 4  # the paper's 4 hold more than KV that is allocated as it grows
     assert best.bottleneck is Bottleneck.COMPUTE and best.compute_busy == pytest.approx(1)
     more_memory = next(line for line in beyond(model, best) if "h20 instead" in line)
@@ -315,7 +315,7 @@ def test_a_group_that_could_hold_the_weights_is_named_or_the_memory_it_takes() -
 def test_layouts_divide_heads_and_weights() -> None:
     shape = model_shapes.find("LLaMA-33B")  # 52 heads: 8 does not divide them, 2, 4 and 13 do
     found = list(layouts(shape, [(CATALOGUE["a100"], 8)], [(CATALOGUE["rtx3090"], 16)]))
-    assert {one.tensor_parallel for one in found} == {1, 2, 4}
+    assert {one.shape.ranks for one in found} == {1, 2, 4}
     assert {one.memory_workers for one in found if one.partition is Partition.HEAD} == {2, 4, 13}
     # Every replica has a lane, and the runtime's own pipeline accepts every layout.
     assert {(one.replicas, one.lanes) for one in found} >= {(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (2, 4), (2, 6)}

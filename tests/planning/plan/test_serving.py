@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 from lamina.cli import app
 from lamina.cli import plan_ways as table
 from lamina.cli.console import show_rate
+from lamina.cli.plan_commands import launch_command
 from lamina.core.errors import UserError
+from lamina.core.pipeline import ONE, Shape
 from lamina.planning.crossover_map import trace
 from lamina.planning.plan import hardware, model_shapes, prices, workload
 from lamina.planning.plan.cost import CostModel, Fits
@@ -83,8 +85,8 @@ def test_one_pool_has_as_many_copies_as_the_budget_allows() -> None:
     """All that there are, without one; one of them, if the budget allows none: plans then say why."""
     for most, copies in ((8, 8), (5, 5), (0, 1)):
         every = ways(SMALL, *pools(8, 8), affords=lambda way: way.compute_workers <= most)  # noqa: B023
-        local = [way for way in every if way.kind is Kind.LOCAL and way.stages == 1]
-        found = {way.tensor_parallel: way.compute_workers for way in local}
+        local = [way for way in every if way.kind is Kind.LOCAL and way.shape.stages == 1]
+        found = {way.shape.ranks: way.compute_workers for way in local}
         assert found == {degree: max(copies // degree, 1) * degree for degree in (1, 2, 4, 8)}
 
 
@@ -112,7 +114,7 @@ def test_prefixes_on_a_replica_that_decodes_cost_what_the_simulator_says() -> No
         prefill_workers=2,
         compute=CATALOGUE["h20"],
         compute_workers=2,
-        tensor_parallel=2,
+        shape=Shape(2),
     )
     found = server(served, slo).evaluate(way)
     assert found is not None and found.found == 1000
@@ -122,9 +124,15 @@ def test_prefixes_on_a_replica_that_decodes_cost_what_the_simulator_says() -> No
         assert course.within_slos(result) == holds and result.prefix_hit > 0.45 * result.prefix_queried
 
 
-@pytest.mark.parametrize(("shared", "lanes"), [(0, 3), pytest.param(1000, 6, marks=pytest.mark.slow)])
-def test_prefill_apart_with_memory_workers_serves_what_the_simulator_says(shared: int, lanes: int) -> None:
-    """Memory workers store K and V of prompts, and attend to what is cached of these and to what decodes."""
+@pytest.mark.parametrize(
+    ("shared", "lanes", "early"),
+    [(0, 3, ONE), pytest.param(1000, 6, ONE, marks=pytest.mark.slow), (0, 2, Shape(2)), (0, 4, Shape(1, 2))],
+)
+def test_prefill_apart_with_memory_workers_serves_what_the_simulator_says(
+    shared: int, lanes: int, early: Shape
+) -> None:
+    """Memory workers store K and V of prompts, and attend to what is cached of these and to what decodes. Two workers
+    run prompts: two copies of the weights, or one of two ranks or stages."""
     served = workload.of_lengths(2000, 100, Sessions(shared=shared) if shared else None)
     way = Way(
         kind=Kind.PREFILL,
@@ -137,6 +145,7 @@ def test_prefill_apart_with_memory_workers_serves_what_the_simulator_says(shared
         memory=CATALOGUE["h20"],
         memory_workers=2,
         lanes=lanes,
+        prefill_shape=None if early == ONE else early,
     )
     slo = Slo(tbt_s=0.1, ttft_s=2.0)
     found = server(served, slo).evaluate(way)
@@ -162,8 +171,7 @@ def test_stages_serve_what_the_simulator_says(degree: int, stages: int, prompt: 
         chunk=256,
         compute=CATALOGUE["rtx4090"],
         compute_workers=degree * stages,
-        tensor_parallel=degree,
-        stages=stages,
+        shape=Shape(degree, stages),
     )
     market = prices.load("runpod")
     found = Server(shape, served, costs, market, slo).evaluate(way)
@@ -176,22 +184,33 @@ def test_plans_have_the_stages_that_weights_need() -> None:
     """With memory workers, as few as hold the weights; with KV beside the weights, more too."""
     shape, small = model_shapes.find("Llama-3-70B"), [(CATALOGUE["rtx4090"], 8)]
     every = list(ways(shape, small, small))
-    fits = [way for way in every if way.tensor_parallel * way.stages * 0.9 * 25.77e9 > shape.weight_bytes]
-    assert {(way.tensor_parallel, way.stages) for way in fits if way.kind is Kind.OFFLOADED} == {
+    fits = [way for way in every if way.shape.ranks * way.shape.stages * 0.9 * 25.77e9 > shape.weight_bytes]
+    assert {(way.shape.ranks, way.shape.stages) for way in fits if way.kind is Kind.OFFLOADED} == {
         (1, 8),
         (2, 4),
         (4, 2),
         (8, 1),
     }
-    assert {(way.tensor_parallel, way.stages) for way in fits if way.kind is Kind.LOCAL} == {
+    assert {(way.shape.ranks, way.shape.stages) for way in fits if way.kind is Kind.LOCAL} == {
         (1, 8),
         (2, 4),
         (4, 2),
         (8, 1),
     }
-    roomy = {way.stages for way in ways(SMALL, *pools(8, 1)) if way.kind is Kind.LOCAL and way.tensor_parallel == 1}
+    roomy = {way.shape.stages for way in ways(SMALL, *pools(8, 1)) if way.kind is Kind.LOCAL and way.shape.ranks == 1}
     assert roomy == {1, 2, 3, 4, 6, 8}
-    assert {way.stages for way in ways(SMALL, *pools(8, 1)) if way.kind is not Kind.LOCAL} == {1}
+    assert {way.shape.stages for way in ways(SMALL, *pools(8, 1)) if way.kind is not Kind.LOCAL} == {1}
+
+
+def test_pools_with_prefill_apart_and_memory_workers_have_degrees_of_their_own() -> None:
+    """With local memory, both have the same, since a rank gets K and V from the same rank."""
+    apart = [way for way in ways(SMALL, *pools(4, 4)) if way.kind is Kind.PREFILL and way.compute.kind == "h20"]
+    found = {(early.ranks, late.ranks) for early, late in (way.shapes for way in apart if way.memory)}
+    assert found == {(early, late) for early in (1, 2, 4) for late in (1, 2)}  # one H20 at least has the KV
+    assert all(way.prefill_shape is None for way in apart if way.memory is None)
+    other = next(way for way in apart if [shape.ranks for shape in way.shapes] == [4, 2])
+    assert other.describe() == "h100:4 prefill in TP4, h20:2 decode in TP2, h20:1 memory, 2 fixed lanes"
+    assert "--prefill h100:4/tp4 --compute h20:2/tp2 " in launch_command(other, SMALL, "Llama-2-13B", "")
 
 
 SERVED, BOUNDS = workload.of_lengths(800, 100), Slo(tbt_s=0.1, ttft_s=2.0)
@@ -346,7 +365,7 @@ def test_every_system_on_every_kind_competes() -> None:
     assert {(Kind.LOCAL, "h100"), (Kind.LOCAL, "h20"), (Kind.OFFLOADED, "h100"), (Kind.PREFILL, "h100")} <= seen
     assert [len(one.way.pools) for one in kept].count(3) == 1 and sum(len(way.pools) == 3 for way in every) > 1
     assert all(one.usd_per_hour > 0 for one in kept)
-    assert {way.tensor_parallel for way in every if way.kind is Kind.LOCAL} == {1, 2}
+    assert {way.shape.ranks for way in every if way.kind is Kind.LOCAL} == {1, 2}
     assert not any(way.kind is Kind.ONE_POOL for way in every), "a system to compare with, which plans do not advise"
 
 
@@ -360,7 +379,7 @@ def test_a_request_that_fits_no_memory_pool_is_an_error_with_the_figures() -> No
         compute_workers=2,
         memory=CATALOGUE["h20"],
         memory_workers=8,
-        tensor_parallel=2,
+        shape=Shape(2),
         lanes=1,
     )
     room = place.models["h20"].kv_tokens

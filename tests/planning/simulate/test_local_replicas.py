@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lamina.core.pipeline import Shape
 from lamina.core.types import PromptAttention
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.plan.workload import TracedRequest
@@ -46,7 +47,7 @@ def test_a_request_longer_than_one_memory_is_served_by_several_replicas() -> Non
     requests = arriving((0.0, int(1.5 * room), 3), (0.0, 100, 3))
     assert simulate(replicas(1), requests).log.states == [State.REFUSED, State.FINISHED]
     assert simulate(replicas(2), requests).log.states == [State.FINISHED, State.FINISHED]
-    alone = replicas(4, tensor_parallel=2)  # on GPUs: ranks that wait for each other serve no request of others
+    alone = replicas(4, shape=Shape(2))  # on GPUs: ranks that wait for each other serve no request of others
     long = arriving((0.0, int(1.5 * alone.kv_tokens), 3))
     assert simulate(alone, long).log.states == [State.REFUSED]
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lamina.core.pipeline import Shape
 from lamina.planning.plan import hardware, model_shapes, prices, workload
 from lamina.planning.plan.overheads import NO_OVERHEAD
 from lamina.planning.plan.ways import Capacity, Kind, Slo, Way
@@ -68,7 +69,7 @@ def test_steps_run_at_once_are_those_run_one_by_one(
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one pool": {"local": True, "compute_workers": 4, "tensor_parallel": 2},
+    "one pool": {"local": True, "compute_workers": 4, "shape": Shape(2)},
     "lending": {"local": True, "compute": CATALOGUE["rtx4090"], "compute_workers": 3},
     "one lane": {"memory_workers": 2, "lanes": 1},
     "rotating": {"compute_workers": 2, "memory_workers": 3, "lanes": 3, "pipelining": "rotational"},

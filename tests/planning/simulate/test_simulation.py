@@ -11,6 +11,7 @@ import pytest
 from msgspec import structs
 
 from lamina.core.errors import ConfigError
+from lamina.core.pipeline import Shape
 from lamina.core.steps import StepPlan
 from lamina.core.types import Pipelining, Request
 from lamina.kv.placement import WATERMARK, Placement
@@ -170,7 +171,7 @@ def test_replicas_that_run_prompts_decode_once_tokens_come_too_slowly() -> None:
         ({"slo_ttft_ms": None}, "without slo_ttft_ms and slo_tbt_ms"),
         ({"pipelining": "rotational"}, "none can be kept for prompts; leave out pipelining"),
         ({"prefill": CATALOGUE["h100"], "prefill_workers": 1}, "the same kind"),
-        ({"tensor_parallel": 2}, "give multiples"),
+        ({"shape": Shape(2)}, "give multiples"),
         ({"prefill_bounds": (4, 4)}, "at least one must always decode"),
     ],
 )
@@ -182,7 +183,7 @@ def test_roles_that_cannot_change_are_an_error(changes: dict[str, Any], says: st
 @pytest.mark.parametrize(
     "changes",
     [
-        {"prefill_workers": 3, "tensor_parallel": 2, "compute_workers": 2},
+        {"prefill_workers": 3, "shape": Shape(2), "compute_workers": 2},
         {"prefill_workers": 1, "pipelining": "rotational", "lanes": 3},
     ],
 )
@@ -223,7 +224,7 @@ def test_a_prompt_that_scratch_memory_has_no_room_for_attends_on_memory_workers(
         pools(max_num_batched_tokens=2048, prompt_attention="compute", memory_workers=8),
         model=model_shapes.find("Llama-3-70B"),
         compute_workers=2,
-        tensor_parallel=2,
+        shape=Shape(2),
     )
     simulation = under_test.Simulation(deployment, arriving((0.0, 30_000, 1)), [], 0)
     ((_, held),) = simulation._topology.scratch
@@ -270,7 +271,7 @@ def test_tokens_are_conserved_and_every_request_ends_once(clients: int, monkeypa
         (System.LAMINA, pools(compute_workers=2, memory_workers=3, lanes=None)),
         (System.LAMINA, pools(compute_workers=4, memory_workers=5, lanes=8, pipelining="fixed")),
         (System.TENSOR_PARALLEL, alone(compute_workers=2)),
-        (System.CHUNKED_PREFILL, alone(compute_workers=2, tensor_parallel=2)),
+        (System.CHUNKED_PREFILL, alone(compute_workers=2, shape=Shape(2))),
         (System.DISAGGREGATED, pools(memory_workers=3)),
     ):
         result = simulate(deployment, arrivals, system)
@@ -480,7 +481,7 @@ def test_what_has_no_value_is_none_in_a_summary() -> None:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_one_request_on_one_instance_takes_what_the_formulas_say(chunked: bool) -> None:
-    deployment = alone(compute_workers=2, tensor_parallel=2)
+    deployment = alone(compute_workers=2, shape=Shape(2))
     system = System.CHUNKED_PREFILL if chunked else System.TENSOR_PARALLEL
     result = simulate(deployment, arriving((0.0, 700, 4)), system)
     cost, layers = deployment.compute_cost, LLAMA.layers
@@ -528,7 +529,7 @@ def test_kv_travels_before_a_disaggregated_request_decodes() -> None:
         (System.TENSOR_PARALLEL, pools(), [], "one pool"),
         (System.LAMINA, pools(), [Fault("memory", 1, 1.0)], "the pool has 1, counted from 0"),
         (System.LAMINA, pools(lanes=1, compute_workers=2), [], "lanes 1 with 2 replicas: a lane runs on one replica"),
-        (System.DISAGGREGATED, pools(compute_workers=2, tensor_parallel=2, memory_workers=3), [], "do not divide"),
+        (System.DISAGGREGATED, pools(compute_workers=2, shape=Shape(2), memory_workers=3), [], "do not divide"),
     ],
 )
 def test_what_cannot_be_is_refused(system: System, deployment: Deployment, faults: list[Fault], says: str) -> None:
@@ -539,7 +540,7 @@ def test_what_cannot_be_is_refused(system: System, deployment: Deployment, fault
 def test_weights_that_do_not_fit_or_heads_that_do_not_divide_are_refused() -> None:
     for degree in (3, 64):
         with pytest.raises(ConfigError, match=f"of {degree} does not divide the 32 key/value heads"):
-            pools(compute_workers=degree, tensor_parallel=degree)
+            pools(compute_workers=degree, shape=Shape(degree))
     large = replace(pools(), model=model_shapes.find("LLaMA-65B"))
     with pytest.raises(ConfigError, match="--tensor-parallel"):
         simulate(large, mixed(2))

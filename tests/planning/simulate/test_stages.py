@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from lamina.core.errors import ConfigError
+from lamina.core.pipeline import ONE, Shape
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.plan.cost import NETWORK_SHARE
 from lamina.planning.plan.stages import stage_starts
@@ -33,7 +34,7 @@ def seconds(stages: int, prompt: int, output: int = 1, local: bool = False, **se
         model=LLAMA,
         compute=A100,
         compute_workers=stages,
-        pipeline_parallel=stages,
+        shape=Shape(stages=stages),
         local=local,
         memory=None if local else memory,
         memory_workers=0 if local else 1,
@@ -62,8 +63,7 @@ def test_each_rank_sends_the_whole_context_to_the_next_stage(local: bool) -> Non
             model=LLAMA,
             compute=slow,
             compute_workers=2 * stages,
-            tensor_parallel=2,
-            pipeline_parallel=stages,
+            shape=Shape(2, stages),
             local=local,
             memory=None if local else A100,
             memory_workers=0 if local else 1,
@@ -80,7 +80,7 @@ def test_stages_keep_kv_of_their_own_layers_and_serve_as_many_requests_as_one_wo
     share the devices; a single sequence gains nothing."""
     pools: dict[str, Any] = {"model": LLAMA, "compute": A100, "local": True, "max_num_batched_tokens": 512}
     one = Deployment(**pools, compute_workers=1)
-    two = Deployment(**pools, compute_workers=2, pipeline_parallel=2)
+    two = Deployment(**pools, compute_workers=2, shape=Shape(stages=2))
     assert not two.lends and 2 < two.kv_tokens / one.kv_tokens < 3
     took = {}
     for requests in (1, 64):
@@ -88,6 +88,36 @@ def test_stages_keep_kv_of_their_own_layers_and_serve_as_many_requests_as_one_wo
         took[requests] = [simulate(each, arrivals).seconds for each in (one, two)]
     assert 1 <= took[1][1] / took[1][0] < 1.05
     assert 0.5 < took[64][1] / took[64][0] < 0.95
+
+
+@pytest.mark.parametrize(
+    ("early", "late"), [(Shape(2), ONE), (ONE, Shape(2)), (Shape(1, 2), Shape(2)), (ONE, Shape(1, 2))]
+)
+def test_each_pool_has_ranks_and_stages_of_its_own(early: Shape, late: Shape) -> None:
+    """Prompts take as long as if both pools had the shape of the first, and decoding as if both had the second's."""
+
+    def times(early: Shape, late: Shape) -> tuple[float, float]:
+        deployment = Deployment(
+            model=LLAMA,
+            compute=A100,
+            compute_workers=late.workers,
+            shape=late,
+            prefill=A100,
+            prefill_workers=early.workers,
+            prefill_shape=None if early == late else early,
+            memory=A100,
+            memory_workers=1,
+            lanes=4,
+            pipelining="fixed",
+        )
+        result = simulate(deployment, Arrivals(np.zeros(1), np.array([6000]), np.array([50])))
+        assert [pool.workers for pool in result.pools] == [early.workers, late.workers, 1]
+        assert min(pool.busy for pool in result.pools) > 0
+        return result.ttft_s.p50, result.tbt_s.p50
+
+    mixed, prompts, decoding = times(early, late), times(early, early), times(late, late)
+    assert mixed == pytest.approx((prompts[0], decoding[1]), rel=0.01)
+    assert prompts != pytest.approx(decoding, rel=0.05)
 
 
 def test_stages_are_those_that_workers_load() -> None:
@@ -101,7 +131,7 @@ def test_stages_are_those_that_workers_load() -> None:
 
 
 def test_stages_that_the_runtime_refuses_are_refused() -> None:
-    pools: dict[str, Any] = {"model": LLAMA, "compute": A100, "pipeline_parallel": 2}
+    pools: dict[str, Any] = {"model": LLAMA, "compute": A100, "shape": Shape(stages=2)}
     with pytest.raises(ConfigError, match="3 compute workers do not divide into groups of 2"):
         Deployment(**pools, compute_workers=3)
     one = Arrivals(np.zeros(1), np.ones(1, np.int64), np.ones(1, np.int64))
