@@ -67,3 +67,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LAMINA_CACHE_DIR", str(shared / "cache"))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_workers() -> Iterator[None]:
+    """Fork the workers that tests start in their own process. Those of servers and of agents start as users' do."""
+    from lamina.cluster import local_workers
+    from tests.support.forked_workers import Servers
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_workers, "start_process", Servers().start_process)
+        yield

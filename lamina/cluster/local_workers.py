@@ -68,6 +68,21 @@ def allocation_variables() -> dict[str, str]:
     return {"MALLOC_MMAP_THRESHOLD_": KEPT_BYTES, "MALLOC_TRIM_THRESHOLD_": KEPT_BYTES}
 
 
+def worker_environment(shared_cores: bool, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a worker's process.
+
+    Args:
+        shared_cores: Whether other workers compute on the worker's cores.
+        variables: Environment variables besides those of this process.
+    """
+    environment = os.environ | allocation_variables() | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    environment |= variables
+    environment.pop("LAMINA_SECRET", None)  # workers have keys of their own
+    if shared_cores:
+        environment["GOMP_SPINCOUNT"] = OPENMP_SPIN_COUNT
+    return environment
+
+
 def start_process(
     command: list[str], bootstrap: Bootstrap, shared_cores: bool, variables: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
@@ -79,11 +94,6 @@ def start_process(
         shared_cores: Whether other workers compute on the worker's cores.
         variables: Further environment variables.
     """
-    environment = os.environ | allocation_variables() | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    environment |= variables
-    environment.pop("LAMINA_SECRET", None)  # workers have keys of their own
-    if shared_cores:
-        environment["GOMP_SPINCOUNT"] = OPENMP_SPIN_COUNT
     reading, writing = os.pipe()
     with contextlib.suppress(BrokenPipeError), open(writing, "wb") as ours:
         with open(reading, "rb") as stdin:
@@ -91,7 +101,7 @@ def start_process(
                 command,
                 stdin=stdin,
                 stdout=subprocess.DEVNULL,
-                env=environment,
+                env=worker_environment(shared_cores, variables),
                 process_group=0,  # so that Ctrl-C in a terminal reaches only the parent
             )
         ours.write(msgspec.msgpack.encode(bootstrap))
