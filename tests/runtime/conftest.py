@@ -13,10 +13,12 @@ from lamina.launch import launch
 
 
 def _llama(place: Path, **changes: int) -> Path:
+    """Write a checkpoint whose slices for one and for two ranks are cached."""
     from tests.support.prepared_checkpoints import write_prepared
     from tests.support.random_models import served
 
-    write_prepared(served("llama", **changes), place)
+    for ranks in (1, 2):
+        write_prepared(served("llama", **changes), place, ranks=ranks)
     return place
 
 

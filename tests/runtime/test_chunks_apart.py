@@ -21,6 +21,7 @@ from lamina.core.steps import SequenceStep
 from lamina.core.types import DType
 from lamina.engine.engine import Engine
 from lamina.launch import launch
+from lamina.lowering import Target
 from lamina.schedule.lane import Lane
 from lamina.schedule.loongserve import FourSteps
 from tests.support.prepared_checkpoints import write_prepared
@@ -91,7 +92,9 @@ class Reference:
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     folder = tmp_path_factory.mktemp("checkpoint")
-    model: PreTrainedModel = write_prepared(served("llama", layers=3, max_position_embeddings=256), folder)
+    config = served("llama", layers=3, max_position_embeddings=256)
+    write_prepared(config, folder, target=Target.GPU)
+    model: PreTrainedModel = write_prepared(config, folder)
     prompts = [*PROMPTS, SHORT]
     tokens = [greedy(model, prompt, TOKENS) for prompt in prompts]
     with torch.no_grad():

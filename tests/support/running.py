@@ -209,7 +209,7 @@ def check_greedy(
 ) -> None:
     """``holders``: the workers that hold KV of the requests in the end."""
     target = Target.CPU if compute.startswith("cpu") else Target.GPU
-    reference = write_prepared(served(family), tmp_path, target=target)
+    reference = write_prepared(served(family), tmp_path, target=target, ranks=tensor_parallel)
     draw = random.Random(family)
     prompts = [[draw.randrange(3, SERVED_VOCABULARY) for _ in range(length)] for length in lengths]
     config = EngineConfig(

@@ -72,8 +72,8 @@ def lines(compute: Hardware, memory: Hardware) -> dict[str, tuple[Way, str]]:
     for way in sorted(every, key=lambda way: (sum(workers for _, workers in way.pools), way.lanes)):
         # Scratch memory knows nothing of further memory workers.
         varies = not way.scratch or way.memory_workers == 1 or way.kind is Kind.PREFILL
-        if varies and obstacle(way, SHAPE, MODEL) is None:
-            found.setdefault(kind_of(way), way)
+        if varies and (kind := kind_of(way)) not in found and obstacle(way, SHAPE, MODEL) is None:
+            found[kind] = way
     return {name: (way, line_of(way)) for name, way in found.items()}
 
 
