@@ -206,11 +206,11 @@ class PromptBatch:
         self._owners.clear()
         self._shortest.clear()
 
-    def share(self, budget: int) -> dict[Owner, int]:
+    def share(self, budget: int, waits: Callable[[Group, Completion], bool] | None = None) -> dict[Owner, int]:
         """Return the tokens of each sequence in the next step, at most ``budget`` in total, and remove sequences that
-        the step finishes."""
+        the step finishes. Sequences for which ``waits`` is true do not run in that step."""
         shared: dict[Owner, int] = {}
-        for one, tokens in self.split(budget).items():
+        for one, tokens in self.split(budget, waits).items():
             one.cached += tokens
             shared[self._owners[one], one] = tokens
             if one.left:
@@ -238,11 +238,14 @@ class PromptBatch:
         one.cached += tokens
         self._note(one)
 
-    def split(self, budget: int) -> dict[Completion, int]:
+    def split(self, budget: int, waits: Callable[[Group, Completion], bool] | None = None) -> dict[Completion, int]:
         """Return the result of ``share`` by completion, without changing anything."""
-        if budget <= 0 or not self._owners:
+        owners: Mapping[Completion, Group] = self._owners
+        if waits is not None:
+            owners = {one: group for one, group in owners.items() if not waits(group, one)}
+        if budget <= 0 or not owners:
             return {}
-        leaders, share = self._lead(self._owners) if self._lead else ([next(iter(self._owners))], self._first_share)
+        leaders, share = self._lead(owners) if self._lead else ([next(iter(owners))], self._first_share)
         shares, reserved = dict[Completion, int](), math.ceil(budget * share)
         for leader in leaders:
             shares[leader] = min(self._most(leader, budget), reserved)
@@ -250,6 +253,8 @@ class PromptBatch:
         first, spare = leaders[0], budget - sum(shares.values())
         smallest, shortest = min(SMALLEST, budget // 2), self._shortest.copy()
         while spare and (one := self._pop_shortest(shortest)) is not None:
+            if one not in owners:
+                continue
             if spare < min(smallest, one.left):
                 more = min(spare, self._most(first, budget) - shares[first])
                 shares[first] += more

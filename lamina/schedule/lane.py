@@ -194,7 +194,7 @@ class Lane:
         """Return the next chunks of prompts, at most ``budget`` tokens, and the completions they draw for."""
         chunks: list[SequenceStep] = []
         drawing: dict[int, Owner] = {}
-        for (group, completion), count in self.prompts.share(budget).items():
+        for (group, completion), count in self.prompts.share(budget, self.waits).items():
             group.until = self.decoding.steps + 1
             draws: dict[int, Owner] = {}
             if not completion.left:
@@ -206,17 +206,37 @@ class Lane:
             chunks.append(_chunk(group, completion, count, list(draws), scratch))
         return chunks, drawing
 
-    def lendable(self, budget: int, others: frozenset[str] = NOWHERE) -> Owner | None:
+    def lendable(self, budget: int, others: frozenset[str] = NOWHERE, borrower: "Lane | None" = None) -> Owner | None:
         """Return the prompt of which another lane may run the next ``budget`` tokens, or None.
 
-        ``others``: the workers that hold KV in local memory of other replicas than that lane's. A prompt with KV on
-        these alone stays in its lane, and so does a prompt with KV in local memory that was not divided.
+        Args:
+            budget: Most tokens.
+            others: The workers that hold KV in local memory of other replicas than that lane's. A prompt with KV on
+                these alone stays in its lane, and so does a prompt with KV in local memory that was not divided.
+            borrower: The other lane, which runs one chunk of a divided prompt at a time.
         """
 
         def stays(group: Group, one: Completion) -> bool:
-            return group.stays or self.scratch.holds(group, one) or group.workers <= others
+            if group.stays or self.scratch.holds(group, one) or group.workers <= others:
+                return True
+            return borrower is not None and borrower.waits(group, one)
 
         return self.prompts.lendable(budget, stays)
+
+    def waits(self, group: Group, one: Completion) -> bool:
+        """Return whether a prompt that was divided must wait for a step in flight that runs a chunk of one.
+
+        The prompt's next chunk goes to the lane that is free first. Behind a running step, it would begin later than in
+        another lane, and all chunks after it would wait for its K and V.
+        """
+        return group.replicas > 1 and self._runs_divided
+
+    @property
+    def _runs_divided(self) -> bool:
+        """Whether a step in flight runs a chunk of a prompt that was divided."""
+        borrowed = (planned.borrowed for planned in self.in_flight)
+        own = (group for group in self.running if group.until > self.completed)
+        return any(group is not None and group.replicas > 1 for group in (*borrowed, *own))
 
     @property
     def runs_chunks(self) -> bool:
@@ -248,7 +268,7 @@ class Lane:
                 budget = self.pace.budget(self.number, decodes, lender.prompts, most, chunks)
                 if decodes and budget <= LEAST:
                     continue
-            if (owner := lender.lendable(budget, others)) is not None:
+            if (owner := lender.lendable(budget, others, self)) is not None:
                 group, completion = owner
                 tokens = group.chunk(budget)
                 lender.prompts.lend(completion, tokens)

@@ -217,6 +217,19 @@ def test_half_of_the_empty_replicas_share_a_long_prompt_and_its_attention() -> N
     assert len(group.completions[0].generated) == 4
 
 
+def test_a_lane_runs_one_chunk_of_a_divided_prompt_at_a_time() -> None:
+    """So a chunk goes to the lane that is free first, and the chunks behind it in other lanes wait least."""
+    made = turn(local=True, pipeline=FOUR)
+    group = made.scheduler.submit(request("0", 900, max_tokens=4))
+    plans = list(made.plan(0.0))
+    assert [lane for lane, _, _ in spans(plans)] == [0, 1, 2]
+    while plans:
+        lanes = [plan.lane for plan in made.in_flight.values() if plan.chunks]
+        assert len(lanes) == len(set(lanes))
+        plans = run_round(made, plans)
+    assert len(group.completions[0].generated) == 4
+
+
 def test_the_next_request_runs_where_no_kv_is() -> None:
     made = turn(local=True, pipeline=FOUR)
     made.scheduler.submit(request("0", LONG, max_tokens=4))
