@@ -21,7 +21,10 @@ LEAST = 4  # least prompt tokens, however little time is left
 FURTHER = 2  # most prompt tokens, as a multiple of the most of steps not yet forgotten: predictions reach no further
 FORGET = 0.9  # weight of earlier steps with chunks, per such step
 LEARN = 0.2  # weight of the latest step in a mean
-MARGIN = 0.75  # share of the bound for a predicted time, as steps vary and lanes wait for each other
+MISSED = 0.005  # share of the steps with chunks that may exceed the bound; its 99th percentile then keeps it
+STEP = 0.1  # of the bound, by which a time above the bound changes the reserve
+FIRST_RESERVE, MOST_RESERVE = 0.25, 0.6
+LEAST_SHARE = 0.25  # least share that prompts get of the time that the bound leaves beside decoding, by predicted times
 BORROWED = 0.8  # share of that time for prompts of another lane: the step also waits for chunks before theirs
 _UNITS = np.array([1.0, 1e2, 1e6])  # units of constant, rows and pairs, in which the equations are well conditioned
 
@@ -86,13 +89,33 @@ class StepTimes:
         return parts
 
 
+class Reserve:
+    """The share of a bound that predicted times leave free, so that few measured times exceed the bound.
+
+    It grows with each error of a prediction that exceeds it, and shrinks a little with each other one, such that it
+    stands still where the share ``MISSED`` of errors exceeds it (stochastic approximation of a quantile: Robbins and
+    Monro, 1951; with steps of constant size it follows changes). Whatever the errors are, in any order, the number of
+    those that exceed it is then ``MISSED`` of all, give or take ``MOST_RESERVE / STEP + 1``, while none exceeds
+    ``MOST_RESERVE - STEP``.
+    """
+
+    def __init__(self) -> None:
+        self.share = FIRST_RESERVE
+
+    def note_error(self, error: float) -> None:
+        """Record by how much a time has exceeded its prediction, as a share of the bound."""
+        self.share += STEP * ((error > self.share) - MISSED)
+        self.share = max(0.0, min(MOST_RESERVE, self.share))
+
+
 @dataclass(frozen=True, slots=True)
 class _Latest:
-    """A lane's latest step: its number, its time in slices, and whether a sequence decoded."""
+    """A lane's latest step: its number, its time in slices, whether a sequence decoded, whether it had chunks."""
 
     number: int
     busy_s: float
     decodes: bool
+    chunks: bool
 
 
 class Pace:
@@ -105,18 +128,38 @@ class Pace:
 
     def __init__(self, bound_s: float, replicas: int = 1) -> None:
         self._bound_s, self.replicas = bound_s, replicas
-        self._times = StepTimes()
+        self._times, self._reserve = StepTimes(), Reserve()
         self._latest: dict[int, _Latest] = {}  # by lane
         self._steps = 0
+        self._told: dict[int, float] = {}  # by lane: when the step before the running one ended
+        self._ended: list[tuple[int, float | None]] = []  # lanes of steps that have ended, and predictions to compare
 
     def set_replicas(self, replicas: int) -> None:
         self.replicas = replicas
 
+    def on_lane_begins(self, lane: int, now: float) -> None:
+        """Record that a lane begins a step after a pause."""
+        self._told[lane] = now
+
     def on_step_done(self, plan: StepPlan, busy_s: float, waited_s: float) -> None:
-        """Record a completed step: ``busy_s`` in slices, ``waited_s`` for attention."""
+        """Record a completed step, before the next ``set_time``: ``busy_s`` in slices, ``waited_s`` for attention."""
+        others, decodes = self._others(plan.lane), bool(plan.decoding.sequences)
+        predicted_s = None
+        if decodes and self._times.most_tokens and (plan.chunks or any(last.chunks for last in others)):
+            predicted_s = self._times.of_plan(plan) + self._shared_s(others)
+        self._ended.append((plan.lane, predicted_s))
         self._times.note_step(plan, busy_s + waited_s)
         self._steps += 1
-        self._latest[plan.lane] = _Latest(self._steps, busy_s, bool(plan.decoding.sequences))
+        self._latest[plan.lane] = _Latest(self._steps, busy_s, decodes, bool(plan.chunks))
+
+    def set_time(self, now: float) -> None:
+        """Compare the time between the tokens of steps that have ended with what was predicted."""
+        for lane, predicted_s in self._ended:
+            between_s = now - self._told.get(lane, now)
+            self._told[lane] = now
+            if predicted_s is not None and predicted_s <= self._bound_s:  # else no chunk was small enough
+                self._reserve.note_error((between_s - predicted_s) / self._bound_s)
+        self._ended.clear()
 
     def budget(
         self, lane: int, decodes: bool, prompts: PromptBatch, most: int, chunks: Sequence[SequenceStep] | None = None
@@ -150,8 +193,10 @@ class Pace:
         return [last for one, last in self._latest.items() if one != lane and last.number > old]
 
     def _most(self, others: Sequence[_Latest], bound_s: float, most: int, seconds: Callable[[int], float]) -> int:
-        """Return the most tokens, at most ``most``, whose step stays within the bound by its predicted ``seconds``."""
-        left = MARGIN * bound_s - sum(last.busy_s for last in others) / self.replicas
+        """Return the most tokens, at most ``most``, whose predicted ``seconds`` leave the reserve of the bound free, or
+        take ``LEAST_SHARE`` of the time beside decoding."""
+        free_s, alone_s = bound_s - self._shared_s(others), self._times.predict(0, 0.0)
+        left = max(free_s - self._reserve.share * bound_s, alone_s + LEAST_SHARE * (free_s - alone_s))
         reach = int(FURTHER * self._times.most_tokens)
         high = min(most, max(LEAST, reach) if reach else FIRST)
         low = min(LEAST, high)
@@ -162,6 +207,10 @@ class Pace:
             else:
                 high = middle - 1
         return low
+
+    def _shared_s(self, others: Sequence[_Latest]) -> float:
+        """Return the seconds for which other lanes' steps keep a lane from the replicas."""
+        return sum(last.busy_s for last in others) / self.replicas
 
     def _seconds(self, prompts: PromptBatch, budget: int, chunks: Sequence[SequenceStep]) -> float:
         split = [(one.cached, tokens) for one, tokens in prompts.split(budget).items()]

@@ -299,6 +299,8 @@ class Turn:
         """Yield the steps to send now; each is in flight once it is yielded. ``now`` is in seconds of any monotonic
         clock."""
         self._times.set_time(now)
+        if self._pace is not None:
+            self._pace.set_time(now)
         self.next_plan_at = math.inf
         if self._epoch_ends or self.is_paused or not self._serves:
             return
@@ -319,6 +321,8 @@ class Turn:
                     self.in_flight[plan.step] = plan
                     if plan.runs and self._pipeline.role(lane) == "decode":
                         self._times.on_planned(lane, plan.step, now)
+                    if self._pace is not None and scheduler.in_flight(lane) == 1:
+                        self._pace.on_lane_begins(lane, now)
                     yield plan
         if scheduler.handovers > handovers:
             self._times.on_handover()
