@@ -125,7 +125,8 @@ class Disks:
         self._number = 0
         self._disks: dict[str, Blocks] = {}  # by worker
         self._places: dict[str, PlaceBlocks] = {}  # by place all of whose workers have disks
-        # Leaves in the order in which they were cached, with the number of blocks at their start already examined.
+        # By place, the one first whose last copy began longest ago: leaves in the order in which they were cached, with
+        # the number of blocks at their start already examined.
         self._uncopied: dict[str, collections.deque[tuple[Node, int]]] = {}
         self._copying: dict[str, _Copying] = {}  # by place
         self._wanted: list[_Coming] = []  # fetches that are in no plan yet
@@ -231,6 +232,7 @@ class Disks:
             spills = [Spill(self._number, worker, leaf.sequence, places, own) for worker, own in blocks.items()]
             copied, following = [keys[number] for number in places], places[-1] + 1
             self._copying[place] = _Copying(self._number, place, set(blocks), leaf, spills, copied, following)
+            self._uncopied[place] = self._uncopied.pop(place)  # places that share its disks are served before it
             return spills
         return []
 
@@ -362,5 +364,5 @@ class Disks:
             if coming.base is not None
         ]
         self._note_kept()
-        spills = [spill for place in self._places for spill in self._copies(place)]
+        spills = [spill for place in list(self._uncopied) for spill in self._copies(place)]
         return DiskChanges(forks, spills, [fetch for coming in wanted for fetch in coming.fetches])

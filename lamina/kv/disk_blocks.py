@@ -35,17 +35,26 @@ class Blocks:
     def unpin(self, blocks: Sequence[int]) -> None:
         self._pinned.subtract(blocks)
 
+    def count_allocatable(self, count: int) -> int:
+        """Return for how many of ``count`` blocks ``allocate_blocks`` would find room."""
+        return min(count, len(self._free) + sum(map(len, self._evictable(count - len(self._free)).values())))
+
+    def _evictable(self, count: int) -> dict[Entry, Sequence[int]]:
+        """Return the least recently used entries that are not pinned, with ``count`` blocks or as many as there are."""
+        found = dict[Entry, Sequence[int]]()
+        for entry, blocks in self._kept.items() if count > 0 else ():
+            if not any(self._pinned[block] for block in blocks):
+                found[entry] = blocks
+                if (count := count - len(blocks)) <= 0:
+                    break
+        return found
+
     def allocate_blocks(self, count: int) -> list[int]:
         """Return up to ``count`` blocks to write to: free blocks, then those of the least recently used entries."""
-        taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        for entry, blocks in list(self._kept.items()) if len(taken) < count else ():
-            if len(taken) >= count:
-                break
-            if not any(self._pinned[block] for block in blocks):
-                del self._kept[entry]
-                taken += blocks
-        self._free += taken[count:]
-        return taken[:count]
+        for entry, blocks in self._evictable(count - len(self._free)).items():
+            del self._kept[entry]
+            self._free += blocks
+        return [self._free.pop() for _ in range(min(count, len(self._free)))]
 
     def record_written(self, entries: Sequence[Entry], blocks: Sequence[int]) -> None:
         """Record that allocated blocks now hold these entries. Entries that the disk had already stay where they are:
@@ -87,13 +96,11 @@ class PlaceBlocks:
         return {worker: disk.pin(_entries(keys, shards)) for worker, (disk, shards) in self.parts.items()}
 
     def allocate_blocks(self, count: int) -> tuple[int, dict[str, list[int]]]:
-        """Return for how many of ``count`` keys all disks have blocks, and these blocks by worker."""
-        taken = {worker: disk.allocate_blocks(count * len(part)) for worker, (disk, part) in self.parts.items()}
-        fitting = min(len(taken[worker]) // len(shards) for worker, (_, shards) in self.parts.items())
-        for worker, (disk, shards) in self.parts.items():
-            disk.free_unwritten(taken[worker][fitting * len(shards) :])
-            taken[worker] = taken[worker][: fitting * len(shards)]
-        return fitting, taken
+        """Return for how many of ``count`` keys all disks have blocks, and these blocks by worker. No disk gives up
+        entries for other keys."""
+        parts = self.parts.items()
+        fitting = min(disk.count_allocatable(count * len(part)) // len(part) for _, (disk, part) in parts)
+        return fitting, {worker: disk.allocate_blocks(fitting * len(part)) for worker, (disk, part) in parts}
 
     def record_written(self, keys: Sequence[bytes], spills: Sequence[Spill]) -> None:
         """Record that copies have written these keys."""

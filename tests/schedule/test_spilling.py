@@ -1,11 +1,12 @@
 """The scheduler with disks: what comes back from one is what was copied there, and every slot is accounted for."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from random import Random
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import ANY
+from unittest.mock import ANY, Mock
 
 import pytest
 
@@ -14,7 +15,7 @@ from lamina.core.requests import Group, ids_of
 from lamina.core.steps import Fetch, Spill, StepPlan
 from lamina.kv import disk as spill
 from lamina.kv import prefix_cache
-from lamina.kv.disk import keys_of
+from lamina.kv.disk import Disks, keys_of
 from lamina.kv.disk_blocks import Blocks, PlaceBlocks
 from lamina.kv.placement import AHEAD
 from lamina.schedule.admission import SHARE
@@ -253,7 +254,29 @@ def test_tokens_are_on_disk_if_every_worker_of_a_place_has_its_heads() -> None:
     assert place.count_kept(keys, 0) == 0 and place.count_kept(keys, 1) == 2
     assert {worker: len(own) for worker, own in place.pin(keys[1:]).items()} == {"small": 2, "large": 4}
     assert place.allocate_blocks(1) == (0, {"small": [], "large": []})
-    assert len(large.allocate_blocks(3)) == 2, "those of the key that the small disk has given up are free again"
+    assert (keys[0], range(1, 3)) in large, "a disk gives up nothing for keys that another disk has no room for"
+    assert len(large.allocate_blocks(3)) == 2
+
+
+def test_places_that_share_a_disk_take_turns() -> None:
+    """Both always have something to copy."""
+    placement, prefixes = Mock(closed=set(), capacities=["one", "other"]), Mock()
+    placement.slots_with_disk.return_value = {"memory0": 1000}
+    placement.parts.side_effect = lambda place: (("memory0", range(1)),)
+    placement.filled.return_value = 1.0
+    prefixes.ends.return_value = []
+    prefixes.pop_kept.return_value = []
+    disks, copied = Disks(placement, prefixes, itertools.count(), 3.0), list[str]()
+    for number in range(6):
+        prefixes.pop_kept.return_value = [
+            Mock(home=place, sequence=number, whole=Mock(return_value=(place, ids_of([number] * BLOCK))))
+            for place in placement.capacities
+        ]
+        (copy,) = disks.changes().spills
+        (place,) = disks._copying
+        copied.append(place)
+        disks.on_stored("memory0", copy.number, True, "")
+    assert copied == ["one", "other"] * 3
 
 
 def test_keys_of_blocks_depend_on_all_tokens_before_and_on_the_salt() -> None:
