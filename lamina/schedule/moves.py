@@ -83,7 +83,7 @@ class Moved:
     tokens: int = 0  # tokens of these moves
     refused: int = 0  # moves rejected for lack of slots at the target
     cancelled: int = 0
-    by_worker: dict[str, int] = field(default_factory=dict)  # tokens by target
+    by_worker: dict[str, int] = field(default_factory=dict)  # by target: tokens with all heads whose KV it could hold
 
 
 class Moves:
@@ -250,8 +250,8 @@ class Moves:
             self._switched.append(move)
             self.counts.moves += 1
             self.counts.tokens += move.tokens
-            for worker in self._placement.workers_at(move.target):
-                self.counts.by_worker[worker] = self.counts.by_worker.get(worker, 0) + move.tokens
+            for worker, tokens in self._placement.on_workers({move.target: move.tokens}).items():
+                self.counts.by_worker[worker] = self.counts.by_worker.get(worker, 0) + tokens
         return switches
 
     def _is_pointless(self, move: Move) -> bool:

@@ -360,6 +360,8 @@ class World:
         assert not any(kept.reserved.values()) and not any(kept.sequences.values())
         for name, sequences in self.recipients.overdue(float("inf")):
             self.workers[name].release(sequences)
+        moved, ranks = self.scheduler.moves.counts, self.first.most_ranks
+        assert 0 <= sum(moved.by_worker.values()) - moved.tokens <= (ranks - 1) * moved.moves, "each is rounded up"
         idle = kept.on_workers(kept.idle)
         for worker in self.workers.values():
             assert worker.store is None or worker.store.used_tokens == idle.get(worker.store.worker, 0)
