@@ -209,7 +209,7 @@ class Moves:
             with contextlib.suppress(DeadlineError):
                 self._other.serve(self._other_endpoint.wait(awaited, 0.0))
 
-    def _end(self, _: int) -> None:
+    def _end(self, _: KvMove) -> None:
         self._is_done = True
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ class Lender:
             links.plan,
             links.leases_of(holders),
             links.outbox,
-            lambda number: control.send(KvMoved(number)),
+            lambda move: control.send(KvMoved(move.number, move.source)),
             connect.epoch,
         )
         self._serving = Serving(

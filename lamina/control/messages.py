@@ -465,9 +465,10 @@ class Working(msgspec.Struct, tag=True, frozen=True):
 
 
 class KvMoved(msgspec.Struct, tag=True, frozen=True):
-    """Memory worker to engine: all KV of move ``number`` has arrived."""
+    """Memory worker to engine: all KV of move ``number`` from worker ``source`` has arrived."""
 
     number: int
+    source: str
 
 
 class Stored(msgspec.Struct, tag=True, frozen=True):

@@ -159,6 +159,10 @@ class Watch:
         for move in plan.moves:
             self._moves[move.number, move.source, move.target] = move, self._control.liveness.awake_s + MOVE_TIMEOUT_S
 
+    def moved(self, number: int, source: str, target: str) -> None:
+        """Record that a part of a move has arrived."""
+        self._moves.pop((number, source, target), None)
+
     def progressed(self, lanes: Iterable[int], worker: str) -> None:
         """Record that a worker has made progress on steps of these lanes."""
         for lane in lanes:

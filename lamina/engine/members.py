@@ -185,6 +185,7 @@ class Members:
         elif isinstance(message, Working):
             self.watch.progressed(message.lanes, worker)
         elif isinstance(message, KvMoved):
+            self.watch.moved(message.number, message.source, worker)
             self._turn.scheduler.on_move_done(message.number)
         elif isinstance(message, Stored):
             self._note_stored(worker, message)

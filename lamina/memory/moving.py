@@ -69,12 +69,12 @@ class KvMoves:
         plan: ArenaPlan,
         leases: Mapping[str, tuple[Lease, Lease]],
         outbox: OpenOutbox,
-        on_done: Callable[[int], None],
+        on_done: Callable[[KvMove], None],
         epoch: Epoch,
     ) -> None:
         """``leases``: for each other memory worker, this worker's lease to it and its lease to this worker.
 
-        ``on_done`` is called with the number of every move to this worker whose last piece has arrived.
+        ``on_done`` is called with every move to this worker whose last piece has arrived.
         """
         self._store, self._puller, self._plan, self._on_done = store, puller, plan, on_done
         self._own, self._outbox = store.worker, outbox
@@ -182,7 +182,7 @@ class KvMoves:
         coming.arrived += 1
         if coming.arrived == len(coming.pieces):
             self._incoming.remove(coming)
-            self._on_done(coming.move.number)
+            self._on_done(coming.move)
 
     def drop(self, epoch: Epoch) -> None:
         """Abort all moves, before ``epoch`` begins."""

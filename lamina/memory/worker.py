@@ -74,7 +74,7 @@ class MemoryWorker(WorkerLoop):
             links.plan,
             others,
             links.outbox,
-            lambda number: control.send(KvMoved(number)),
+            lambda move: control.send(KvMoved(move.number, move.source)),
             connect.epoch,
         )
         self._serving = Serving(

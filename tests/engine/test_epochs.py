@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.control.messages import EpochEnded
+from lamina.core.errors import TransportError
 from lamina.core.pipeline import Pipeline
+from lamina.core.steps import DecodeRows, KvMove, StepPlan
 from lamina.core.topology import Epoch, Member, Topology
 from lamina.engine import losses
 from lamina.engine.losses import Complaints, Ending, Watch, blamed
@@ -135,6 +138,19 @@ def test_a_member_that_cannot_reach_a_worker_as_it_leaves_ends_the_epoch(complai
     watch.apply_topology(left.without(["memory1"]))
     watch.complain("compute1", "memory1", "no route")
     assert not watch.lost(), "all members have stopped their steps for the new epoch"
+
+
+def test_a_move_that_stalls_is_blamed_on_the_workers_of_the_part_that_has_not_arrived() -> None:
+    """Of a move from two ranks, one part has arrived."""
+    watch = watching()
+    parts = [KvMove(1, 9, source, "memory1", 0, 5, 3, (0, 1)) for source in ("compute0", "compute1")]
+    watch.began(StepPlan(1, 0, 0, [], [], [], [], DecodeRows([], [], []), moves=parts))
+    going: Any = watch._turn
+    going.in_flight, going.scheduler.moves.numbers = {}, [1]
+    watch.moved(1, "compute0", "memory1")
+    watch._control.liveness.awake_s = losses.MOVE_TIMEOUT_S + 1
+    with pytest.raises(TransportError, match="of sequence 9 from compute1"):
+        watch.raise_if_stalled()
 
 
 def test_a_silent_worker_that_is_no_member_is_not_a_loss() -> None:

@@ -87,7 +87,9 @@ class Pool:
 
         leases = {peer: (station.leases[peer], stations[peer].leases[station.name]) for peer in station.peers}
         puller = Puller(station.fetch, station.arena, PLAN, store)
-        moves = KvMoves(store, puller, station.arena, PLAN, leases, outbox, done.append, FIRST)
+        moves = KvMoves(
+            store, puller, station.arena, PLAN, leases, outbox, lambda move: done.append(move.number), FIRST
+        )
         self.workers[station.name] = Worker(store, station.endpoint, puller, moves, done, [])
 
     def send(self, **deltas: list) -> None:
