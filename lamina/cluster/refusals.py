@@ -135,7 +135,7 @@ def _of_lanes(config: EngineConfig, computes: int) -> Iterator[Refusal]:
     if config.prefill is not None and rotates:
         yield Refusal(
             f"prefill {config.prefill} and pipelining rotational",
-            "rotating lanes visit all replicas, so none can be kept for prompts",
+            ROTATES,
             "leave out pipelining",
         )
 
@@ -166,7 +166,7 @@ def _of_balanced_roles(config: EngineConfig, made: Replicas) -> Iterator[Refusal
     if config.pipelining == "rotational":
         yield Refusal(
             f"{given} and pipelining rotational",
-            "rotating lanes visit all replicas, so none can be kept for prompts",
+            ROTATES,
             "leave out pipelining",
         )
 
@@ -179,9 +179,10 @@ def _of_placement(config: EngineConfig) -> Iterator[Refusal]:
             "the first divides a request over memory workers, the second keeps it on one",
         )
     if balances and partition in ("request", "head"):
+        divides = "keeps a request on one worker" if partition == "request" else "gives each worker the same heads"
         yield Refusal(
             f"balance {config.balance} and partition {partition}",
-            "balancing moves parts of a request, which this partition keeps together",
+            f"balancing moves ranges of a request's tokens with all heads, and this partition {divides}",
         )
 
 
@@ -259,7 +260,14 @@ def _of_machines(config: EngineConfig) -> Iterator[Refusal]:
             )
 
 
-KEEP_ROLE = "with local memory, tensor-parallel replicas on GPUs keep their role, since only those that decode hold KV"
+KEEP_ROLE = (
+    "ranks on GPUs serve no requests while they wait for each other in a sum, so that two tensor-parallel replicas "
+    "which attend for each other could wait in a circle: with local memory, only those that decode hold KV, and they "
+    "keep their role"
+)
+ROTATES = (
+    "rotating lanes visit all replicas, so that memory workers serve one lane at a time: none can be kept for prompts"
+)
 
 
 def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> Iterator[Refusal]:
@@ -293,7 +301,8 @@ def _of_ranks_on_gpus(config: EngineConfig, given: str, memories: Sequence[str],
         )
     if config.prefill is None:
         return
-    what, stays = f"{given}, {ranks} and prefill {config.prefill}", "a request's KV stays on one replica that decodes"
+    what = f"{given}, {ranks} and prefill {config.prefill}"
+    stays = "ranks on GPUs that decode cannot attend for each other, so that a request's KV stays on one replica"
     if set(memories) != {LOCAL} or "memory" in bounds:
         yield Refusal(
             what if "memory" not in bounds else f"{what} and autoscale {config.autoscale}",
@@ -317,7 +326,7 @@ def refusals_of_roles(config: EngineConfig, pipeline: Pipeline, limits: Limits, 
     if config.pipelining == "rotational":
         yield Refusal(
             "a prefill pool and pipelining rotational",
-            "rotating lanes visit all replicas, so none can be kept for prompts",
+            ROTATES,
             "start without --pipelining rotational to scale prefill",
         )
     if not pipeline.interchangeable and limits.max_sequences > limits.max_num_batched_tokens:

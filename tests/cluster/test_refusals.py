@@ -75,7 +75,7 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
             {**BALANCED, "autoscale": "prefill=2:2", "tensor_parallel": 2},
             ["cuda"] * 4,
             ["local"],
-            "keep their role, since only those that decode hold KV; use memory workers",
+            "could wait in a circle: .* only those that decode hold KV, and they keep their role; use memory workers",
         ),
         ({**BALANCED, "autoscale": "prefill=1:1", "pipelining": "rotational"}, ["cpu"] * 2, ["cpu"], "leave out pipel"),
         (
@@ -93,7 +93,8 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
         ({"pipelining": "rotational", "lanes": 4}, ["cpu"] * 2, ["cpu"], "give lanes 3, or leave it out"),
         ({"pipeline_parallel": 2, "lanes": 3}, ["cpu"] * 4, ["cpu"], "lanes 3 with 2 replicas of 2 stages"),
         ({"partition": "request", "kv_tokens_per_worker": 9}, ["cpu"], ["cpu"], "the second keeps it on one"),
-        ({"partition": "head", "balance": "ledger"}, ["cpu"], ["cpu"], "keeps together"),
+        ({"partition": "head", "balance": "ledger"}, ["cpu"], ["cpu"], "gives each worker the same heads"),
+        ({"partition": "request", "balance": "ledger"}, ["cpu"], ["cpu"], "keeps a request on one worker"),
         ({"pipelining": "rotational"}, ["cpu"] * 2, ["local"], "a lane stays on the replica"),
         ({"prefill": "cuda:2", "tensor_parallel": 2}, ["cuda"] * 4, ["local", "cpu"], "continues on no memory worker"),
         (
@@ -106,7 +107,7 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
             {"prefill": "cuda:2", "tensor_parallel": 2, "kv_tokens_per_worker": 64},
             ["cuda"] * 4,
             ["local"],
-            "KV stays on one replica that decodes; leave out kv_tokens_per_worker",
+            "cannot attend for each other, so that a request's KV stays on one replica; leave out kv_tokens_per_worker",
         ),
         ({"prefill": "cpu:1", "tensor_parallel": 2}, ["cpu"] * 4, ["cpu"], "give --prefill a multiple of 2"),
         (

@@ -620,5 +620,5 @@ def test_replicas_whose_ranks_lend_nothing_keep_their_role_while_all_of_them_are
     pools = pools_of(Topology(FIRST, members, topology.pipeline))
     lost = dict.fromkeys(topology.computes, TransportError("killed"))
     pools.on_workers_lost(lost, pools.topology.without([*lost]))
-    with pytest.raises(ConfigError, match=r"tensor-parallel replicas on GPUs keep their role"):
+    with pytest.raises(ConfigError, match="only those that decode hold KV, and they keep their role"):
         pools.resize({"prefill": PoolChange(2)}, Resize())
