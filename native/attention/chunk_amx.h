@@ -4,34 +4,12 @@
 #pragma once
 
 #include "chunk_avx512bf16.h"
+#include "tiles_amx.h"
 
 #include <utility>
 
 namespace lamina::attention {
 namespace {
-
-constexpr int64_t kTileRows = 16;
-
-// All tiles have 16 rows of 16 words. Tiles 0 to 3 hold sums, 4 rows of queries or probabilities, 5 keys or
-// values.
-struct alignas(64) TileShapes {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16};
-};
-
-// The compiler must know that these read memory, which GCC 12 does not know of its intrinsics.
-template <int TILE> void load_tile(const void *from, int64_t stride_words) {
-    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride_words * 4), "i"(TILE) : "memory");
-}
-
-template <int TILE> void store_tile(void *to, int64_t stride_words) {
-    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride_words * 4), "i"(TILE) : "memory");
-}
-
-template <int SUMS> void add_products() {
-    asm volatile("tdpbf16ps %%tmm5, %%tmm4, %%tmm%c0" ::"i"(SUMS));
-}
 
 template <class Element> class TileChunkTask : ChunkTask<Element> {
     using Base = ChunkTask<Element>;
@@ -41,15 +19,15 @@ template <class Element> class TileChunkTask : ChunkTask<Element> {
         Base::query_stride_;
     using Base::W;
     using typename Base::F, typename Base::Word;
-    static constexpr int64_t kTogether = kTileRows;
+    static constexpr int64_t kTogether = kTileHeight;
 
 public:
     TileChunkTask(const Problem &problem, const Task &task, const Workspace &work)
         : Base(problem, task, work, kTogether, packing_steps(problem.shape)) {}
 
     void run() {
-        const TileShapes shapes;
-        asm volatile("ldtilecfg %0" ::"m"(shapes));
+        // Tiles 0 to 3 hold sums, 4 rows of queries or probabilities, 5 keys or values.
+        configure_tiles({16, 16, 16, 16, 16, 16});
         // Tiles multiply what no query or token has written too: a number there must be finite.
         std::fill_n(work_.keys, query_stride_ * kTileTokens, 0.0f);
         std::fill_n(work_.values, kTileTokens / 2 * work_.v_padded, 0.0f);
@@ -102,7 +80,7 @@ private:
     // Adds the products of tile 4 with one tile after another of `words`, each 16 columns further.
     template <int... N>
     static void add_each(const float *words, int64_t stride, std::integer_sequence<int, N...>) {
-        ((load_tile<5>(words + N * W, stride), add_products<N>()), ...);
+        ((load_tile<5>(words + N * W, stride), add_products<N, 4, 5>()), ...);
     }
 
     // Adds columns of the values, weighed by probabilities.
@@ -117,8 +95,8 @@ private:
         (store_tile<N>(accumulated + column + N * W, stride), ...);
     }
 
-    alignas(64) float scores_[kTileRows][kTileTokens];
-    alignas(64) Word pairs_[kTileRows][kTileTokens / 2] = {}; // rows of no query stay finite
+    alignas(64) float scores_[kTileHeight][kTileTokens];
+    alignas(64) Word pairs_[kTileHeight][kTileTokens / 2] = {}; // rows of no query stay finite
 };
 
 } // namespace

@@ -26,10 +26,13 @@ template <class Stored> using Rows = const typename Stored::Kv * [kRingTiles * k
 // Prefetches rows some tiles ahead of their use. A core seems to drop a prefetch when it has no room to track
 // another miss, which is often while memory is the limit: so every line is prefetched twice, half a tile
 // apart. On one Zen 5 core that raises the bytes read per second by 1 to 30%, on two by up to 15%.
-template <class Stored> class AheadTwice {
+//
+// TWICE: false where products are by matrix tiles: those processors wait instead, and the second cache has
+// more room for what is on its way.
+template <class Stored, bool TWICE = true> class AheadRows {
 public:
     // Prefetches the first rows: `tiles` tiles but for half of the last one. The ring has one tile more.
-    AheadTwice(const Rows<Stored> &rows, int64_t key_bytes, int64_t value_bytes, int64_t tiles)
+    AheadRows(const Rows<Stored> &rows, int64_t key_bytes, int64_t value_bytes, int64_t tiles)
         : rows_(rows), bytes_{key_bytes, value_bytes},
           second_(std::max(key_bytes, value_bytes) > kCacheLine ? kCacheLine : 0),
           due_(tiles * kTileRows - kDecodeTokens) {
@@ -45,10 +48,13 @@ public:
 
     // Always inlined: GCC considers a function that only prefetches free of effects and drops its calls.
     [[gnu::always_inline]] void ask_for_two() {
-        __builtin_prefetch(early_row_ + at_);
-        __builtin_prefetch(early_row_ + at_ + second_);
-        __builtin_prefetch(late_row_ + at_);
-        __builtin_prefetch(late_row_ + at_ + second_);
+        constexpr int kLocality = TWICE ? 3 : 2; // 2: into the second cache
+        __builtin_prefetch(early_row_ + at_, 0, kLocality);
+        __builtin_prefetch(early_row_ + at_ + second_, 0, kLocality);
+        if constexpr (TWICE) {
+            __builtin_prefetch(late_row_ + at_);
+            __builtin_prefetch(late_row_ + at_ + second_);
+        }
         at_ += 2 * kCacheLine;
         if (at_ >= end_) [[unlikely]]
             next_row();
@@ -89,8 +95,9 @@ private:
 
 // QUERIES query heads share a KV head.
 template <class Stored, int QUERIES> class DecodeTask {
+protected:
     using Kv = typename Stored::Kv;
-    using Ahead = AheadTwice<Stored>;
+    using Ahead = AheadRows<Stored>;
     static constexpr bool kScaled = Stored::kScaled;
     static constexpr int kElements = kRowElements<Stored>, kWords = kKeyVectors<Stored>;
     static constexpr int W = 16;
@@ -113,37 +120,52 @@ public:
           special_(problem.scoring.softcap > 0 || problem.scoring.alibi_slopes) {}
 
     void run() {
-        start();
-        const int64_t key_bytes = heads_ * shape_.qk_dim * int64_t{sizeof(Kv)},
-                      value_bytes = heads_ * shape_.v_dim * int64_t{sizeof(Kv)};
-        const int64_t tiles_ahead =
-            std::clamp<int64_t>(kAheadBytes / (kDecodeTokens * (key_bytes + value_bytes)), 1, kRingTiles - 1);
-        Rows<Stored> ring;
-        for (int64_t tile = 0; tile <= tiles_ahead; ++tile)
-            gather_tile(tile, ring);
-        Ahead ahead(ring, key_bytes, value_bytes, tiles_ahead);
-        const int64_t tiles = count_tiles(task_);
-        for (int64_t tile = 0; tile < tiles; ++tile) {
-            const int64_t token = task_.token_begin + tile * kDecodeTokens;
-            const int64_t tokens = std::min(kDecodeTokens, task_.token_end - token);
-            const Kv *const *rows = ring + tile % kRingTiles * kTileRows;
+        clear_sums();
+        for_queries([this](int64_t head, int q, int64_t d, const uint16_t *elements) {
+            spread_query<Stored>(elements, queries(head) + (d / 8 * QUERIES + q) * W, QUERIES * W);
+        });
+        run_tiles<Ahead, 1>([this](int64_t, int64_t token, const Kv *const *rows, Ahead &ahead) {
             if constexpr (kScaled)
-                aim_scales(token, tokens);
+                aim_scales(token, 1);
             for (int64_t head = 0; head < heads_; ++head) {
-                F halves[2][QUERIES];
+                F halves[2][QUERIES], scores[1][QUERIES];
                 score(rows, head, halves[0], ahead);
                 score(rows + kDecodeTokens / 2, head, halves[1], ahead);
-                weigh(head, token, tokens, halves);
+                for (int q = 0; q < QUERIES; ++q)
+                    scores[0][q] = of_quarters<0, 2, 4, 6>(halves[0][q], halves[1][q]) +
+                                   of_quarters<1, 3, 5, 7>(halves[0][q], halves[1][q]);
+                weigh(head, token, scores, probabilities(head));
             }
             for (int64_t head = 0; head < heads_; ++head)
                 add_values(rows + kDecodeTokens, head, ahead);
-            gather_tile(tile + tiles_ahead + 1, ring);
-            ahead.next_tile();
-        }
+        });
         finish();
     }
 
-private:
+protected:
+    // Calls attend(tile, token, rows, ahead) for every TOGETHER tiles, whose rows follow each other in the
+    // ring.
+    template <class Prefetches, int64_t TOGETHER, class Attend>
+    [[gnu::always_inline]] void run_tiles(Attend attend) {
+        const int64_t key_bytes = heads_ * shape_.qk_dim * int64_t{sizeof(Kv)},
+                      value_bytes = heads_ * shape_.v_dim * int64_t{sizeof(Kv)};
+        const int64_t tiles_ahead = std::clamp<int64_t>(
+            kAheadBytes / (kDecodeTokens * (key_bytes + value_bytes)), TOGETHER, kRingTiles - TOGETHER);
+        Rows<Stored> ring;
+        for (int64_t tile = 0; tile < tiles_ahead + TOGETHER; ++tile)
+            gather_tile(tile, ring);
+        Prefetches ahead(ring, key_bytes, value_bytes, tiles_ahead);
+        const int64_t tiles = count_tiles(task_);
+        for (int64_t tile = 0; tile < tiles; tile += TOGETHER) {
+            attend(tile, task_.token_begin + tile * kDecodeTokens, ring + tile % kRingTiles * kTileRows,
+                   ahead);
+            for (int64_t more = 0; more < TOGETHER; ++more) {
+                gather_tile(tile + tiles_ahead + TOGETHER + more, ring);
+                ahead.next_tile();
+            }
+        }
+    }
+
     // A query's sums of a vector of columns and those after it, if kBlocked only to the end of a block.
     float *accumulator(int64_t head, int64_t q, int64_t column) const {
         constexpr int kColumns = kBlock * W;
@@ -161,11 +183,16 @@ private:
     }
     int64_t query_head(int64_t head, int q) const { return (task_.head_begin + head) * QUERIES + q; }
 
-    void start() {
+    void clear_sums() {
         std::memset(work_.zeros, 0, sizeof(float) * heads_ * std::max(work_.qk_padded, work_.v_padded));
         std::memset(work_.accumulator, 0, sizeof(float) * heads_ * QUERIES * stride_);
         std::memset(work_.sum, 0, sizeof(float) * heads_ * QUERIES * W);
         std::fill_n(work_.reference, heads_ * QUERIES, -kInfinity);
+    }
+
+    // Calls take(head, q, d, elements) for elements [d, d + kElements) of every query, with zeros past its
+    // end.
+    template <class Take> [[gnu::always_inline]] void for_queries(Take take) {
         const int64_t first = (task_.row_begin * shape_.query_heads + query_head(0, 0)) * shape_.qk_dim;
         for (int64_t head = 0; head < heads_; ++head)
             for (int64_t q = 0; q < QUERIES; ++q)
@@ -173,7 +200,7 @@ private:
                     uint16_t elements[kElements] = {};
                     round_pairs(problem_, first + (head * QUERIES + q) * shape_.qk_dim + d,
                                 std::min<int64_t>(kElements, shape_.qk_dim - d), elements);
-                    spread_query<Stored>(elements, queries(head) + (d / 8 * QUERIES + q) * W, QUERIES * W);
+                    take(head, static_cast<int>(q), d, elements);
                 }
     }
 
@@ -216,18 +243,25 @@ private:
         std::fill(values + tokens, values + kDecodeTokens, zeros);
     }
 
-    // The scales of a tile's tokens lie at these places, for the task's first head.
-    void aim_scales(int64_t token, int64_t tokens) {
-        const int32_t *slots = problem_.segments.slots + problem_.segments.kv_offsets[task_.pair] + token;
-        present_ = static_cast<__mmask16>((1u << tokens) - 1);
-        places_ = _mm512_mullo_epi32(_mm512_maskz_loadu_epi32(present_, slots),
-                                     _mm512_set1_epi32(static_cast<int>(shape_.kv_heads)));
+    // The scales of the tokens of one or two tiles lie at these places, for the task's first head.
+    void aim_scales(int64_t token, int tiles) {
+        const int32_t *slots = problem_.segments.slots + problem_.segments.kv_offsets[task_.pair];
+        for (int n = 0; n < tiles; ++n, token += kDecodeTokens) {
+            present_[n] = static_cast<__mmask16>((1u << present(token)) - 1);
+            places_[n] = _mm512_mullo_epi32(_mm512_maskz_loadu_epi32(present_[n], slots + token),
+                                            _mm512_set1_epi32(static_cast<int>(shape_.kv_heads)));
+        }
     }
 
-    // Those of a head; 0 past the last token.
-    [[gnu::always_inline]] F scales(const float *all, int64_t head) const {
-        return _mm512_mask_i32gather_ps(_mm512_setzero_ps(), present_, places_, all + task_.head_begin + head,
-                                        4);
+    // Tokens of the tile that begins at `token`.
+    int64_t present(int64_t token) const {
+        return std::clamp<int64_t>(task_.token_end - token, 0, kDecodeTokens);
+    }
+
+    // Those of a head and tile; 0 past the last token.
+    [[gnu::always_inline]] F scales(const float *all, int64_t head, int tile) const {
+        return _mm512_mask_i32gather_ps(_mm512_setzero_ps(), present_[tile], places_[tile],
+                                        all + task_.head_begin + head, 4);
     }
 
     // Raw scores of 8 tokens; quarters 0 and 1 (2 and 3) hold parts of the sums of the first (second) 4
@@ -274,48 +308,55 @@ private:
         }
     }
 
-    // Turns a head's scores into probabilities relative to a reference: the largest score so far, give or
-    // take kSlack, so that sums rarely need rescaling.
-    [[gnu::always_inline]] void weigh(int64_t head, int64_t token, int64_t tokens, F (&halves)[2][QUERIES]) {
+    // Turns a head's scores of TILES tiles into probabilities `pairs` [QUERIES][TILES * kDecodeTokens / 2],
+    // relative to a reference: the largest score so far, give or take kSlack, so that sums rarely need
+    // rescaling.
+    template <int TILES>
+    [[gnu::always_inline]] void weigh(int64_t head, int64_t token, F (&scores)[TILES][QUERIES], Word *pairs) {
         const float *reference = references(head);
-        const bool plain = !special_ && tokens == kDecodeTokens;
+        const bool plain = !special_ && token + TILES * kDecodeTokens <= task_.token_end;
         const float factor = plain ? problem_.scoring.scale * kLog2E : 1;
-        F scores[QUERIES], x[QUERIES], most = broadcast<W>(-kInfinity);
-        for (int q = 0; q < QUERIES; ++q)
-            scores[q] = of_quarters<0, 2, 4, 6>(halves[0][q], halves[1][q]) +
-                        of_quarters<1, 3, 5, 7>(halves[0][q], halves[1][q]);
-        F value_scales;
-        if constexpr (kScaled) {
-            const F key_scales = scales(problem_.k_scales, head) * Stored::kUnit;
-            value_scales = scales(problem_.v_scales, head) * Stored::kUnit;
-            for (F &one : scores)
-                one *= key_scales;
-        }
-        if (!plain) [[unlikely]]
-            for (int q = 0; q < QUERIES; ++q)
-                scores[q] = finish_scores(scores[q], query_head(head, q), token, tokens);
-        for (int q = 0; q < QUERIES; ++q) {
-            x[q] = scores[q] * factor - reference[q];
-            most = _mm512_maskz_max_ps(0xffff, x[q], most);
+        F x[TILES][QUERIES], most = broadcast<W>(-kInfinity);
+        F value_scales[TILES];
+        for (int n = 0; n < TILES; ++n) {
+            if constexpr (kScaled) {
+                const F key_scales = scales(problem_.k_scales, head, n) * Stored::kUnit;
+                value_scales[n] = scales(problem_.v_scales, head, n) * Stored::kUnit;
+                for (F &one : scores[n])
+                    one *= key_scales;
+            }
+            if (!plain) [[unlikely]]
+                for (int q = 0; q < QUERIES; ++q)
+                    scores[n][q] =
+                        finish_scores(scores[n][q], query_head(head, q), token + n * kDecodeTokens);
+            for (int q = 0; q < QUERIES; ++q) {
+                x[n][q] = scores[n][q] * factor - reference[q];
+                most = _mm512_maskz_max_ps(0xffff, x[n][q], most);
+            }
         }
         if (_mm512_cmp_ps_mask(most, broadcast<W>(kSlack), _CMP_GT_OQ)) [[unlikely]] {
-            raise_references(head, scores, factor);
-            for (int q = 0; q < QUERIES; ++q)
-                x[q] = scores[q] * factor - reference[q];
+            for (int n = 0; n < TILES; ++n)
+                raise_references(head, scores[n], factor);
+            for (int n = 0; n < TILES; ++n)
+                for (int q = 0; q < QUERIES; ++q)
+                    x[n][q] = scores[n][q] * factor - reference[q];
         }
         float *sum = sums(head);
-        Word *pairs = probabilities(head);
         for (int q = 0; q < QUERIES; ++q) {
-            F p = power_of_two<W>(x[q]);
-            store(sum + q * W, load<F>(sum + q * W) + p);
-            if constexpr (kScaled)
-                p *= value_scales;
-            store(pairs + q * (kDecodeTokens / 2), _mm512_cvtneps_pbh(p));
+            F total = load<F>(sum + q * W);
+            for (int n = 0; n < TILES; ++n) {
+                F p = power_of_two<W>(x[n][q]);
+                total += p;
+                if constexpr (kScaled)
+                    p *= value_scales[n];
+                store(pairs + (q * TILES + n) * (kDecodeTokens / 2), _mm512_cvtneps_pbh(p));
+            }
+            store(sum + q * W, total);
         }
     }
 
     // Scales, caps, biases and masks raw scores, in units of log 2, where weigh() cannot do it itself.
-    F finish_scores(F s, int64_t query_head, int64_t token, int64_t tokens) const {
+    F finish_scores(F s, int64_t query_head, int64_t token) const {
         const Scoring &scoring = problem_.scoring;
         if (scoring.softcap > 0) [[unlikely]]
             s = hyperbolic_tangent<W>(s * (scoring.scale / scoring.softcap)) * (scoring.softcap * kLog2E);
@@ -328,7 +369,7 @@ private:
             const auto distance = static_cast<float>(segments.kv_start[task_.pair] + token - position);
             s += scoring.alibi_slopes[query_head] * kLog2E * (lane + distance);
         }
-        if (tokens < kDecodeTokens) [[unlikely]]
+        if (const int64_t tokens = present(token); tokens < kDecodeTokens) [[unlikely]]
             s = lane < static_cast<float>(tokens) ? s : -kInfinity + F{};
         return s;
     }
@@ -440,8 +481,8 @@ private:
     const int64_t query_stride_; // floats of a head's queries
     const int64_t stride_;       // floats of a query's sums
     const bool special_;         // scores are more than scaled products
-    __mmask16 present_;          // the tokens of a tile
-    __m512i places_;             // of their scales
+    __mmask16 present_[2];       // the tokens of one or two tiles
+    __m512i places_[2];          // of their scales
 };
 
 } // namespace

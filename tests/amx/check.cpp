@@ -202,7 +202,7 @@ void check_all(const std::vector<int64_t> &counts) {
     check({100, 1536, 70}, 3);
 }
 
-// Attention of a chunk of rows, the last of a segment of bfloat16, with tiles and without.
+// Attention of one row or a chunk of rows, the last of a segment of bfloat16, with tiles and without.
 void check_attention(const lamina::attention::Shape &shape, int32_t rows, int32_t tokens, int64_t window) {
     using namespace lamina::attention;
     const auto q = draw_halves(rows * shape.query_heads * shape.qk_dim),
@@ -250,6 +250,12 @@ void check_attention() {
             check_attention({4, 2, 64, 64}, rows, rows + 90, window);
             check_attention({3, 1, 24, 40}, rows, rows, window);
             check_attention({8, 1, 128, 96}, rows, rows + 33, window);
+        }
+    for (const int32_t tokens : {1, 16, 17, 32, 33, 90})
+        for (const int64_t window : {0, 20}) {
+            check_attention({8, 2, 128, 64}, 1, tokens, window);
+            check_attention({5, 1, 32, 96}, 1, tokens, window);
+            check_attention({24, 3, 64, 64}, 1, tokens, window);
         }
 }
 
