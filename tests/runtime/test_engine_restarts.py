@@ -53,7 +53,8 @@ def looked_up(server: Server) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("family", "pools"),
     [
-        pytest.param("llama", ("--compute", "cpu:1", "--memory", "cpu:2"), id="workers"),
+        # test_frontends.py ends an engine of such workers too
+        pytest.param("llama", ("--compute", "cpu:1", "--memory", "cpu:2"), id="workers", marks=pytest.mark.slow),
         pytest.param("llama", (*RANKS, "--memory", "cpu:2"), id="ranks"),
         pytest.param("llama", (*RANKS, "--memory", "local"), id="ranks with local memory", marks=pytest.mark.slow),
         pytest.param("llama", (*STAGES, "--memory", "cpu:1"), id="stages", marks=pytest.mark.slow),
