@@ -9,6 +9,7 @@ import numpy as np
 
 from lamina.cluster.pool import CPU
 from lamina.cluster.scratch import GPU_SHARE, PROMPTS, SHARE
+from lamina.core.pipeline import Shape
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.plan.queueing import queue_waits, replayed_sojourn
@@ -25,6 +26,9 @@ FOUND = 9
 LOADS = 50
 """Shares of the time in which workers that prefill may be busy: multiples of 1 / LOADS."""
 
+ATTENDING = (0.0, 0.5, 1.0)
+"""Shares of a prompt's time taken by attention at which a trace's arrivals are replayed; others are interpolated."""
+
 BUSY = np.array([0.05, *np.linspace(0.2, 0.8, 7), 0.85, 0.9, 0.95, 0.98, 1.0])
 """Utilisations at which a trace's arrivals are replayed; other utilisations are interpolated."""
 
@@ -37,6 +41,8 @@ class PromptAttention:
 
     Attributes:
         own_s: On the compute workers.
+        slowest_own_s: ``own_s`` of the slowest of as many chunks as a copy of the weights has stages. Steps do not
+            overtake each other, so that all go on at its pace.
         prefix_s: Latency of attention to earlier chunks on memory workers.
         prefix_load_s: Work of that attention, summed over the memory workers.
         asked: Memory workers that receive a token's q.
@@ -48,6 +54,7 @@ class PromptAttention:
     """
 
     own_s: Floats
+    slowest_own_s: Floats
     prefix_s: Floats
     prefix_load_s: Floats
     asked: Floats
@@ -81,14 +88,25 @@ class Prompts:
         lengths = [request.prompt for request in workload.sample] or [max(1, round(workload.prompt))]
         self._lengths = np.array(lengths, dtype=np.float64)
         self._grid = np.linspace(0.0, workload.reuse.most, FOUND) if workload.reuse.most else np.zeros(1)
-        computed = [self._computed(found) for found in self._grid]
         self._arrivals = np.array([request.arrival_s for request in workload.sample]) if workload.replayed else None
-        self._sojourns: dict[int, Floats] = {}
-        self._moments = [(own.mean(), (own**2).mean(), np.quantile(own, PERCENTILE)) for own in computed]
-        self._kept: dict[tuple[str, int, int, int, int | None], tuple[Floats, Floats]] = {}
+        self._sojourns: dict[tuple[int, int], Floats] = {}
+        self._moments = np.array([self._moments_of(found) for found in self._grid]).T
+        self._kept: dict[tuple[str, Shape, int, int, int | None], tuple[Floats, Floats]] = {}
 
     def _computed(self, found: float) -> Floats:
         return self._lengths - self._workload.reuse.each(found, self._lengths)
+
+    def _work(self, found: float) -> tuple[Floats, Floats]:
+        """Return each prompt's dense work and its attention to all tokens before it, over their means."""
+        own = self._computed(found)
+        attended = own * (self._lengths - own / 2)
+        return own / own.mean(), attended / attended.mean()
+
+    def _moments_of(self, found: float) -> tuple[float, ...]:
+        """Return the mean tokens of a prompt, the tokens at PERCENTILE, and the mean products of ``_work``."""
+        own, (dense, attended) = self._computed(found), self._work(found)
+        products = dense * dense, dense * attended, attended * attended
+        return own.mean(), np.quantile(own, PERCENTILE), *(each.mean() for each in products)
 
     # -- attention -----------------------------------------------------------------------------------------------
 
@@ -101,7 +119,7 @@ class Prompts:
         shared = way.memory_workers if offloaded else 1
         key = (
             f"{compute.hardware.kind},{memory.hardware.kind},{offloaded},{way.scratch}",
-            way.shapes[0].ranks,
+            way.shapes[0],
             way.chunk,
             shared if way.segment else 1,
             way.segment,
@@ -136,6 +154,7 @@ class Prompts:
         return np.array(
             [
                 own.sum() / total,
+                mean_of_largest(own / sizes, sizes / total, way.shapes[0].stages),
                 prefix.sum() / total,
                 (prefix * parts).sum() / total,
                 (asked * sizes).sum() / total,
@@ -159,7 +178,15 @@ class Prompts:
     # -- waiting -------------------------------------------------------------------------------------------------
 
     def first_token_s(
-        self, chunk: Floats, found: Floats, busy: Floats, step_s: Floats, longest_s: Floats, servers: int
+        self,
+        chunk: Floats,
+        found: Floats,
+        busy: Floats,
+        step_s: Floats,
+        longest_s: Floats,
+        attending: Floats,
+        servers: int,
+        lanes: int = 1,
     ) -> Floats:
         """Return the time to first token at PERCENTILE, by batch: the longer of a long wait's and a long prompt's.
 
@@ -169,31 +196,42 @@ class Prompts:
             busy: Share of the time in which chunks run.
             step_s: Mean seconds of a step with a chunk.
             longest_s: Seconds of such a step at PERCENTILE.
-            servers: Chunks that run at once.
+            attending: Share of ``step_s`` in which the chunk's tokens attend.
+            servers: Chunks that run at once, but for those of ``lanes``.
+            lanes: Lanes that share each server.
         """
-        moments = np.array(self._moments).T
-        mean, second, longest = (np.interp(found, self._grid, one) for one in moments)
-        mean, second = mean / chunk, second / chunk**2  # in chunks; several short prompts share one
+        mean, longest, *products = (np.interp(found, self._grid, one) for one in self._moments)
+        mean = mean / chunk  # in chunks; several short prompts share one
         if self._arrivals is not None:
-            return np.asarray(self._replayed(found, busy, servers) * mean * step_s + 0.5 * longest_s)
+            return np.asarray(self._replayed(found, busy, attending, servers, lanes) * mean * step_s + 0.5 * longest_s)
+        weights = (1 - attending) ** 2, 2 * attending * (1 - attending), attending**2
+        second = mean**2 * sum(weight * product for weight, product in zip(weights, products, strict=True))
         wait, late = queue_waits(mean, second, busy, servers, PERCENTILE)
         last = np.ceil(longest / chunk)
         return np.asarray(np.maximum((late + np.ceil(mean) + 0.5) * step_s, wait * step_s + (last + 0.5) * longest_s))
 
-    def _replayed(self, found: Floats, busy: Floats, servers: int) -> Floats:
-        """Return the sojourn time at PERCENTILE in the trace's own order, over the mean service time."""
-        assert self._arrivals is not None
-        if servers not in self._sojourns:
-            computed = [self._computed(each) for each in self._grid]
-            self._sojourns[servers] = np.array(
+    def _replayed(self, found: Floats, busy: Floats, attending: Floats, servers: int, lanes: int) -> Floats:
+        """Return the sojourn time at PERCENTILE in the trace's own order, over the mean service time.
+
+        Interpolates between no cached tokens and the most that can be cached, and between the values of ``ATTENDING``.
+        """
+        if (servers, lanes) not in self._sojourns:
+            self._sojourns[servers, lanes] = np.array(
                 [
-                    [replayed_sojourn(self._arrivals, own, servers, share, PERCENTILE) / own.mean() for share in BUSY]
-                    for own in computed
+                    [self._by_load((1 - share) * dense + share * attended, servers, lanes) for share in ATTENDING]
+                    for dense, attended in map(self._work, (0.0, self._workload.reuse.most))
                 ]
             )
-        table = self._sojourns[servers]
-        by_found = np.array([np.interp(found, self._grid, column) for column in table.T])
-        return np.array([np.interp(one, BUSY, own) for one, own in zip(busy, by_found.T, strict=True)])
+        table = self._sojourns[servers, lanes]
+        part = found / max(self._workload.reuse.most, 1e-9)
+        times = np.array([[np.interp(busy, BUSY, row) for row in rows] for rows in table])
+        none, half, all_attention = (1 - part) * times[0] + part * times[1]
+        first, second = np.clip(2 * attending, 0.0, 1.0), np.clip(2 * attending - 1, 0.0, 1.0)
+        return np.asarray(none + first * (half - none) + second * (all_attention - half))
+
+    def _by_load(self, work: Floats, servers: int, lanes: int) -> list[float]:
+        assert self._arrivals is not None
+        return [replayed_sojourn(self._arrivals, work, servers, busy, PERCENTILE, lanes) for busy in BUSY]
 
     # -- prefill on workers of its own -----------------------------------------------------------------------------
 
@@ -239,7 +277,8 @@ class Prompts:
             filling = (stages - 1) / stages * alone / np.ceil(rows / way.chunk)
             filling_s = float(np.quantile(filling, PERCENTILE))
         mean *= share
-        first_s = partial(self._first_s, share * alone, mean, filling_s, way.prefill_replicas)
+        servers = way.prefill_replicas, way.lanes_each if way.memory else 1
+        first_s = partial(self._first_s, share * alone, mean, filling_s, servers)
         return PrefillPool(
             first_s=first_s,
             prompts_s=way.prefill_replicas / mean,
@@ -249,19 +288,29 @@ class Prompts:
             lent_share=float(np.quantile(layers * lent / alone, PERCENTILE)),
         )
 
-    def _first_s(self, alone: Floats, mean: float, filling_s: float, replicas: int, load: float) -> float:
+    def _first_s(self, alone: Floats, mean: float, filling_s: float, servers: tuple[int, int], load: float) -> float:
         """Return the time to first token at PERCENTILE of prompts that take ``alone`` seconds, and ``mean`` if packed
-        into steps, on ``replicas`` busy for a share ``load`` of the time.
+        into steps, on replicas busy for a share ``load`` of the time.
 
-        ``filling_s``: Seconds in which a chunk passes the stages before the last.
+        Args:
+            filling_s: Seconds in which a chunk passes the stages before the last.
+            servers: Number of replicas, and lanes of each.
         """
+        replicas, lanes = servers
         packing = mean / float(alone.mean())
         if self._arrivals is not None:
-            return filling_s + replayed_sojourn(self._arrivals, alone * packing, replicas, load, PERCENTILE)
+            return filling_s + replayed_sojourn(self._arrivals, alone * packing, replicas, load, PERCENTILE, lanes)
         first, second = (np.full(1, (packing**power * alone**power).mean()) for power in (1, 2))
         wait, late = queue_waits(first, second, np.full(1, load), replicas, PERCENTILE)
         longest = float(np.quantile(alone, PERCENTILE))
         return filling_s + float(np.maximum(late + float(alone.mean()), wait + longest)[0])
+
+
+def mean_of_largest(values: Floats, odds: Floats, draws: int) -> float:
+    """Return the mean of the largest of several independent draws of ``values``, which have these ``odds``."""
+    order = np.argsort(values)
+    below = np.cumsum(odds[order]) ** draws
+    return float((values[order] * np.diff(below, prepend=0.0)).sum())
 
 
 def _highest_load(first_s: Callable[[float], float], ttft_s: float) -> float:

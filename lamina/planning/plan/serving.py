@@ -153,7 +153,10 @@ class Server:
         busy = model.together / model.replicas * (dense + share * added) / average
         memory_busy = lanes * (model.attention_s + share * chunk * attends.prefix_load_s / workers) / average
         waiting = np.minimum(share * times.with_chunk / average, 1.0)
-        first = self._prompts.first_token_s(chunk, found, waiting, times.with_chunk, times.longest, lanes)
+        attending = chunk * (attends.own_s + attends.prefix_s) / times.with_chunk
+        first = self._prompts.first_token_s(
+            chunk, found, waiting, times.with_chunk, times.longest, np.minimum(attending, 1.0), lanes
+        )
         steps = _Steps(times.plain, times.longest, average, first)
         return _Loads(way, rows * lanes, share, steps, found, prompts, busy, memory_busy)
 
@@ -176,7 +179,7 @@ class Server:
             each = attention + tokens * token_s / self.shape.layers
             return self._copies.stage_step(model, way.shape, rows, tokens, each)
 
-        plain, mixed = step(0.0, 0.0), step(chunk, attends.own_s)
+        plain, mixed = step(0.0, 0.0), step(chunk, attends.slowest_own_s)
         met = chunks_met(share, stages)
         average = (1 - met) * plain + met * mixed
         prompts = _prompts_share(rows, share, plain, mixed - plain)
@@ -186,7 +189,8 @@ class Server:
         ones = np.ones_like(rows)
         waiting = np.minimum(share * mixed / average, 1.0)
         # A prompt's chunks follow each other through the stages.
-        first = self._prompts.first_token_s(chunk, found, waiting, mixed, longest, way.replicas)
+        attending = np.minimum(chunk * attends.own_s / stages / mixed, 1.0)
+        first = self._prompts.first_token_s(chunk, found, waiting, mixed, longest, attending, way.replicas, stages)
         first = first + (stages - 1) * longest
         steps = _Steps(stages * plain, stages * longest, stages * average, first)
         return _Loads(way, rows * way.replicas * stages, share, steps, found, prompts, ones, ones)

@@ -1,6 +1,7 @@
 """The queue of prompts: its simulation against queueing theory, and the formula against the simulation."""
 
 import collections
+import itertools
 import math
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 from lamina.core.requests import Completion, Group
 from lamina.core.sampling import SamplingParams
 from lamina.core.types import Request
+from lamina.planning.plan.closed_form import Prompts, mean_of_largest
 from lamina.planning.plan.queueing import queue_waits, replayed_sojourn
+from lamina.planning.plan.workload import TracedRequest, of_requests
 from lamina.schedule.batches import PromptBatch
 
 MANY = 60_000
@@ -45,6 +48,46 @@ def test_two_requests_by_hand() -> None:
     arrivals, seconds = np.array([0.0, 2.0, 110.0]), np.array([8.0, 3.0, 0.0])
     for share, last in ((0.5, 11.0), (1.0, 9.0), (0.0, 11.0)):  # 8 + 3; the second waits for 6; the first for 3
         assert replayed_sojourn(arrivals, seconds, 1, 0.1, 1.0, first_share=share) == pytest.approx(last)
+
+
+def test_lanes_share_a_server_and_idle_lanes_help_the_first() -> None:
+    """Three at once: the first and the third share one lane, that is half of the server, until the second ends at 6 s.
+
+    The third then has half of the server for 1.5 s of work, and ends at 9 s; in one lane, it would wait for the second.
+    """
+    arrivals, seconds = np.array([0.0, 0.0, 0.0, 140.0]), np.array([8.0, 3.0, 3.0, 0.0])
+    for lanes, third in ((2, 9.0), (1, 12.0)):
+        for percentile, end in ((1 / 3, 6.0), (2 / 3, third), (1.0, 14.0)):
+            found = replayed_sojourn(arrivals, seconds, 1, 0.1, percentile, lanes)
+            assert found == pytest.approx(end)
+
+
+def test_a_replayed_prompt_takes_the_time_of_its_own_attention() -> None:
+    """That grows with the square of its tokens: long prompts, which the percentile is about, take longer."""
+    random = np.random.default_rng(4)
+    tokens, arrivals = (
+        100 + (2000 * random.pareto(1.5, 300)).clip(0, 40_000).astype(int),
+        np.cumsum(random.exponential(size=300)),
+    )
+    requests = [
+        TracedRequest(float(at), int(own), 1, ((number, int(own)),))
+        for number, (at, own) in enumerate(zip(arrivals, tokens, strict=True))
+    ]
+    prompts, mean = Prompts(of_requests("long", requests)), tokens.mean()
+    for share in (0.0, 0.4, 1.0):
+        chunk, none, busy, step_s, attending = (np.array([each]) for each in (mean, 0.0, 0.6, 1.0, share))
+        found = float(prompts.first_token_s(chunk, none, busy, step_s, none, attending, 2)[0])
+        work = (1 - share) * tokens / mean + share * tokens**2 / (tokens**2).mean()
+        exact = replayed_sojourn(arrivals, work, 2, 0.6, 0.99)
+        assert found == pytest.approx(exact, rel=0.05 if share in (0.0, 1.0) else 0.15)
+
+
+def test_the_slowest_of_several_chunks_by_brute_force() -> None:
+    values, odds = np.array([3.0, 1.0, 7.0]), np.array([0.2, 0.7, 0.1])
+    for draws in (1, 2, 4):
+        drawn = itertools.product(zip(values, odds, strict=True), repeat=draws)
+        mean = sum(max(value for value, _ in one) * math.prod(odd for _, odd in one) for one in drawn)
+        assert mean_of_largest(values, odds, draws) == pytest.approx(mean)
 
 
 @pytest.mark.parametrize("percentile", [0.5, 0.9, 0.99])
