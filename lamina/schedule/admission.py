@@ -341,13 +341,17 @@ class Admissions:
         has room in a step. They pass skipped requests as rarely as in other lanes."""
         if self._only is not None or self._preferred is not None or not self._may_pass:
             return
-        for group in self._queue.upcoming(MOST_SHORT):
+        for group in self._queue.upcoming(MOST_SHORT) if load.has_room else ():
+            if not load.has_room:
+                return
             if group is not first and self._runs_beside_decoding(group, seats, load):
                 yield group
                 self._passed = self._steps
 
     def _runs_beside_decoding(self, group: Group, seats: Seats, load: Load) -> bool:
         """Admit a request to a lane that decodes, if ``load`` selects one for its prompt and there is room."""
+        if not load.has_room:
+            return False
         lane = load.lane_for(group, self._prefixes.find(group))
         spans = None
         if lane is not None:

@@ -5,8 +5,14 @@ would make the steps of the sequences there longer. It runs there if its first t
 costs: its own time there and, without a bound for the time between tokens, that time for each sequence of the replica.
 With a bound, its chunks are as small as ``lamina.schedule.pace`` makes them, and cost the sequences nothing. All times
 are predicted from steps that have run, as for cached prefixes (``lamina.schedule.prefix_times``).
+
+Prompts are judged until one finds no room in the next step; with a bound, while fewer prompt tokens wait than a step
+has rows. Without a bound, prompts may also take no more than a share of a lane's time: while prompts come faster than
+they can be computed, it would save time for each of them to run beside decoding, and every step would have a chunk.
 """
 
+import bisect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -18,6 +24,8 @@ from lamina.schedule.lane import Lane
 from lamina.schedule.pace import FURTHER, StepTimes, attended_pairs
 
 SHORT = 256  # most tokens of a prompt beside decoding; of several without a bound, until as many have been measured
+SHARE = 0.25  # of a lane's time that prompts may take without a bound, on average
+SAVED_S = 1.0  # most seconds that a lane without prompts saves up for a burst of them
 EVERY = 64  # one request of so many is judged by the times of lanes for prompts, so that a bad measurement is repeated
 
 
@@ -74,6 +82,28 @@ class RoleTimes:
         return sum(planned) - planned[0] / 2 if planned else 0.0
 
 
+class _Queue(NamedTuple):
+    """What a lane for prompts has to do.
+
+    Attributes:
+        work: All of it.
+        begins_s: Seconds until its next step begins.
+        left: Tokens left of each prompt, the shortest first.
+        sums: Sums of the first n of ``left``, from n = 0 on.
+    """
+
+    work: Work
+    begins_s: float
+    left: list[int]
+    sums: list[int]
+
+    @classmethod
+    def of(cls, lane: Lane, times: RoleTimes) -> "_Queue":
+        prompts = lane.prompts_left
+        left = sorted(one.left for one in prompts)
+        return cls(Work.of(prompts), times.begins_s(lane), left, [0, *itertools.accumulate(left)])
+
+
 class Load:
     """What the lanes have to do while waiting requests are dealt."""
 
@@ -96,9 +126,26 @@ class Load:
         """
         self._times, self._taken, self._replicas, self._others = times, taken, replicas, others
         self._prompts, self._decoding = lanes
-        self._left = {lane.number: Work.of(lane.prompts_left) for lane in self._prompts}
+        self._queues = [_Queue.of(lane, times.prompts) for lane in self._prompts]
         self._ahead = Work()
         self._emptiest: Lane | None = None  # ``_candidate`` without a cached prefix, until a lane gets a prompt
+        self._has_room: bool | None = None  # ``has_room``, until a lane gets a prompt
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a lane that decodes has room for a further prompt."""
+        if self._has_room is None:
+            lane, _ = self._candidate({})
+            self._has_room = self._room(lane) > 0
+        return self._has_room
+
+    def _room(self, lane: Lane) -> int:
+        """Return the prompt tokens that may still be dealt to a lane that decodes. With a bound, a step has so few that
+        those for some steps may wait there."""
+        most = lane.allowance
+        if lane.pace is None:
+            most = min(most, max(SHORT, int(self._times.decoding.reach))) if self._times.spare_s(lane.number) > 0 else 0
+        return most - sum(one.left for one in lane.prompts_left)
 
     def pass_over(self, group: Group) -> None:
         """Note that a request goes to a lane for prompts. It delays those that come next by a step at most."""
@@ -110,15 +157,14 @@ class Load:
         ``found``: cached prefixes of the request, by worker.
         """
         times, (lane, cached) = self._times.decoding, self._candidate(found)
-        if lane.allowance <= 0 or group.searches:
+        own = Work.after(cached, group.to_run - cached)
+        if own.tokens > SHORT or group.searches or (room := self._room(lane)) <= 0:
             return None
-        own, waiting = Work.after(cached, group.to_run - cached), Work.of(lane.prompts_left)
-        most, delayed = lane.allowance, 1
-        if own.tokens > SHORT:
-            return None
+        waiting, most, delayed = Work.of(lane.prompts_left), lane.allowance, 1
         if lane.pace is not None:
             most = lane.pace.tokens(lane.number, cached, most)
-        elif waiting.tokens + own.tokens > min(most, max(SHORT, times.reach)):
+        elif own.tokens > room:
+            self._has_room = False  # the next plan judges again, also the shorter ones behind
             return None
         else:
             delayed += sum(self._taken[one.number] for one in self._decoding if self._is_beside(one, lane))
@@ -129,7 +175,9 @@ class Load:
         apart_s = self._apart_s(Work.after(longest, group.to_run - longest))
         if apart_s - here_s <= delayed * added_s(own):
             return None
-        self._emptiest = None
+        self._emptiest = self._has_room = None
+        if lane.pace is None:
+            self._times.spend(lane.number, added_s(own))
         return lane.number
 
     def _candidate(self, found: Mapping[str, CachedPrefix]) -> tuple[Lane, int]:
@@ -159,17 +207,17 @@ class Load:
         """Return the seconds to the first token of a prompt in the lane for prompts where it comes soonest."""
         times, rows, share = self._times.prompts, self._times.rows, self._times.share
 
-        def first_s(lane: Lane) -> float:
-            work = self._left[lane.number].plus(own)
+        def first_s(queue: _Queue) -> float:
+            work = queue.work.plus(own)
             steps, run = math.ceil(work.tokens / rows), 1.0
             if share:  # the shortest prompts do not wait for the others
-                shorter = sum(one.left for one in lane.prompts_left if one.left <= own.tokens)
+                shorter = queue.sums[bisect.bisect_right(queue.left, own.tokens)]
                 steps = min(steps, math.ceil((shorter + own.tokens) / (share * rows)))
                 run = min(1.0, steps * rows / work.tokens)
-            return times.begins_s(lane) + steps * times.fixed_s + run * times.added_s(work)
+            return queue.begins_s + steps * times.fixed_s + run * times.added_s(work)
 
         queued_s = times.added_s(self._ahead) + math.ceil(self._ahead.tokens / rows) * times.fixed_s
-        return queued_s / len(self._prompts) + min(map(first_s, self._prompts))
+        return queued_s / len(self._prompts) + min(map(first_s, self._queues))
 
 
 class ShortPrompts:
@@ -194,12 +242,23 @@ class ShortPrompts:
         self.prompts, self.decoding = RoleTimes(), RoleTimes()
         self.rows, self.share = rows, 1 - first_share
         self._placement, self._lanes = placement, lanes
+        self._spare_s: dict[int, float] = {}  # by lane: seconds that prompts may take; ``SAVED_S`` if missing
 
     def learn_step(self, plan: StepPlan, seconds: float) -> None:
         """Record a completed step. Only those of lanes with one role count."""
         role = self._lanes[plan.lane].role
         if role != "both":
             (self.prompts if role == "prefill" else self.decoding).learn_step(plan, seconds)
+        if plan.lane in self._spare_s:
+            self._spare_s[plan.lane] = min(SAVED_S, self._spare_s[plan.lane] + SHARE * seconds)
+
+    def spare_s(self, lane: int) -> float:
+        """Return the seconds for which prompts may make the next steps of a lane longer, without a bound."""
+        return self._spare_s.get(lane, SAVED_S)
+
+    def spend(self, lane: int, seconds: float) -> None:
+        """Record that a prompt will make the next steps of a lane longer by ``seconds``."""
+        self._spare_s[lane] = self.spare_s(lane) - seconds
 
     def load(self, prompts: Sequence[int], decoding: Sequence[int], taken: Sequence[int], replicas: int) -> Load | None:
         """Return what lanes have to do now; None if no lane only runs prompts, or none has run any.

@@ -99,7 +99,7 @@ def test_the_share_of_errors_above_the_reserve_is_the_wanted_one_for_any_errors(
     assert abs(above - MISSED * len(errors)) <= MOST_RESERVE / STEP + 1
 
 
-@pytest.mark.parametrize(("usual", "rare", "share"), [(0.05, 0.0, 0.0), (0.1, 0.6, 0.05), (0.3, 1.0, 0.02)])
+@pytest.mark.parametrize(("usual", "rare", "share"), [(0.05, 0.0, 0.0), (0.3, 1.0, 0.02)])
 def test_few_steps_take_longer_than_the_bound_however_much_they_vary(usual: float, rare: float, share: float) -> None:
     """``share`` of the steps take longer by ``rare`` of themselves, and all vary by ``usual``."""
     draw = random.Random(3)

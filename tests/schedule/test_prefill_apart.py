@@ -28,6 +28,8 @@ LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64)
 class SomeBeside:
     """Stands for ``Load``: lets the prompt of every third request run in a lane that decodes."""
 
+    has_room = True
+
     def __init__(self, decoding: Sequence[Lane]) -> None:
         self._decoding = [lane for lane in decoding if lane.allowance > 0]
 

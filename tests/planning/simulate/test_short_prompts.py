@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from lamina.core.requests import Group
+from lamina.core.steps import StepPlan
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.simulate import Arrivals, Deployment, Result, simulate
-from lamina.schedule.short_prompts import Load
+from lamina.schedule.dealing import Dealer
+from lamina.schedule.short_prompts import SAVED_S, SHARE, Load, ShortPrompts
 
 CATALOGUE = hardware.load()
 
@@ -120,3 +122,43 @@ def test_short_prompts_do_not_wait_for_long_ones(bound_ms: int | None, monkeypat
     mean_s, _, most_s = gaps_s(chosen)
     assert mean_s < 1.2 * gaps_s(never)[0]
     assert bound_ms is None or most_s < 1e-3 * bound_ms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound_ms", [None, 50])
+def test_under_lasting_overload_few_prompts_are_judged_and_decoding_keeps_most_of_its_time(
+    bound_ms: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Far more short prompts come than both replicas can compute."""
+    draw, judged, dealt = np.random.default_rng(5), 0, 0
+    plain, beside = list[float](), list[float]()
+    lane_for, deal, learn_step = Load.lane_for, Dealer.deal, ShortPrompts.learn_step
+
+    def count_judged(load: Load, group: Group, found: Any) -> int | None:
+        nonlocal judged
+        judged += 1
+        return lane_for(load, group, found)
+
+    def count_dealt(dealer: Dealer) -> None:
+        nonlocal dealt
+        dealt += 1
+        deal(dealer)
+
+    def note_step(times: ShortPrompts, plan: StepPlan, seconds: float) -> None:
+        if times._lanes[plan.lane].role == "decode":
+            (beside if plan.chunks else plain).append(seconds)
+        learn_step(times, plan, seconds)
+
+    monkeypatch.setattr(Load, "lane_for", count_judged)
+    monkeypatch.setattr(Dealer, "deal", count_dealt)
+    monkeypatch.setattr(ShortPrompts, "learn_step", note_step)
+    requests = [(0.0, 100, 900)] * 8 + [(come, 4000, 2) for come in np.arange(0.0, 12.0, 0.6).tolist()]
+    requests += [(come, int(draw.integers(50, 250)), 2) for come in np.arange(1.0, 12.0, 1 / 160).tolist()]
+    come, prompt, output = (np.array(each) for each in zip(*sorted(requests), strict=True))
+    simulate(apart(slo_tbt_ms=bound_ms), Arrivals(come, prompt, output))
+    if bound_ms is not None:
+        assert judged < 10 * dealt  # of 32 that wait
+        assert np.quantile(beside, 0.99) < 1.05e-3 * bound_ms
+        return
+    added_s = sum(beside) - len(beside) * sum(plain) / len(plain)
+    assert added_s < 1.5 * SHARE * sum(plain + beside) + SAVED_S
