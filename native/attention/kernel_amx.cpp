@@ -16,16 +16,22 @@ bool decode_any(const Problem &problem, const Task &task, const Workspace &work,
     return (decode(std::integral_constant<int, kLeastTileQueries + MORE>()) || ...);
 }
 
-// Tiles pay for several rows, or query heads that share a KV head; other tasks run as on processors without
-// tiles.
+constexpr int64_t kLeastChunkQueries = 5; // of a task and KV head: AVX-512 packs keys for fewer as fast
+
+// Runs tasks with tiles where these pay; others as on processors without tiles.
 template <class Stored, ElementType TYPE>
 void attend_tiles(const Problem &problem, const Task &task, const Workspace &work) {
-    const bool pairs = !Stored::kScaled || problem.q_type == ElementType::BFloat16;
     constexpr auto kSizes = std::make_integer_sequence<int, kDecodeQueries - kLeastTileQueries + 1>{};
-    if (pairs && task.row_end - task.row_begin > 1)
+    const bool pairs = !Stored::kScaled || problem.q_type == ElementType::BFloat16;
+    const int64_t rows = task.row_end - task.row_begin,
+                  queries = rows * problem.shape.query_heads / problem.shape.kv_heads;
+    const bool decodes = pairs && rows == 1 && queries <= kDecodeQueries && decodable(problem.shape) &&
+                         (!Stored::kScaled || has_code_words());
+    if (decodes && decode_any<Stored>(problem, task, work, kSizes))
+        return;
+    if (pairs && !decodes && queries >= kLeastChunkQueries)
         TileChunkTask<Stored>(problem, task, work).run();
-    else if (!pairs || !decodable(problem.shape) || (Stored::kScaled && !has_code_words()) ||
-             !decode_any<Stored>(problem, task, work, kSizes))
+    else
         avx512bf16_kernel(TYPE)(problem, task, work);
 }
 

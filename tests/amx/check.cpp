@@ -256,6 +256,8 @@ void check_attention() {
             check_attention({8, 2, 128, 64}, 1, tokens, window);
             check_attention({5, 1, 32, 96}, 1, tokens, window);
             check_attention({24, 3, 64, 64}, 1, tokens, window);
+            check_attention({12, 1, 32, 32}, 1, tokens, window);
+            check_attention({6, 1, 40, 24}, 1, tokens, window);
         }
 }
 
