@@ -215,7 +215,7 @@ def test_a_lost_rank_that_runs_prompts_or_decodes_costs_no_token(
     workers = Killable()
     engine = launch(dataclasses.replace(config(tmp_path, 2, 0), **RANKS, max_restarts=4), workers=workers)
     try:
-        with pytest.raises(ConfigError, match="only those that decode hold KV; start with only memory workers"):
+        with pytest.raises(ConfigError, match="they keep their role; start with only memory workers"):
             engine.scale(prefill=2, compute=-2).result(END_S)
         with pytest.raises(ConfigError, match="uses no memory workers"):
             engine.scale(memory=1).result(END_S)
