@@ -426,18 +426,23 @@ class Admissions:
         """Reserve slots for a request in one of ``lanes``, the first that has room. Return the lane, and the workers
         with the tokens on each; None if there is no room.
 
-        Local memory of other replicas is used only for a request that finds no room without, or is divided.
+        Local memory of other replicas is used only for a request that finds no room without, or is divided. A prompt
+        that is too long for one replica runs on all replicas that hold its KV.
         """
         placement = self._placement
         if (spans := self._divide(group, lanes, seats)) is not None:
             return lanes[0], spans
-        near = not (placement.lends and placement.splits(group.to_run))
+        splits = placement.splits(group.to_run)
+        divides = splits and placement.may_divide
+        longest = max(LEAST_SEGMENT, group.to_run // (ROUNDS * len(placement.capacities))) if divides else None
+        near = not (placement.lends and splits)
         tries = [placement.others] * near + [placement.beyond] * placement.lends
         for besides in tries:
             for lane in lanes:
-                if (spans := self._room_for(group, lane, besides(lane), seats)) is not None:
-                    several = 0 if placement.in_one_lane else self._running({worker for worker, _ in spans}, seats)
-                    group.stays, group.replicas = placement.in_one_lane, max(1, several)
+                if (spans := self._room_for(group, lane, besides(lane), seats, longest)) is not None:
+                    stays = placement.in_one_lane and not divides
+                    several = 0 if stays else self._running({worker for worker, _ in spans}, seats)
+                    group.stays, group.replicas = stays, max(1, several)
                     return lane, spans
         return -1, None
 

@@ -264,15 +264,19 @@ def test_replicas_that_share_a_prompt(pipeline: Pipeline, busy: int, prompt: int
     assert len({plan.lane for plan in plans for chunk in plan.chunks if len(chunk.tokens) > 4}) == replicas
 
 
-def test_a_prompt_that_finds_one_empty_replica_stays_in_its_lane_however_long() -> None:
+def test_all_replicas_that_hold_a_prompt_too_long_for_one_run_its_chunks() -> None:
+    """Also beside other requests; each holds as many tokens in turn."""
     made = turn(local=True, pipeline=FOUR)
     for number in range(3):
         made.scheduler.submit(request(f"busy {number}", 4, max_tokens=50))
     plans = list(made.plan(0.0))
     group = made.scheduler.submit(request("0", 700, max_tokens=4))
-    for _ in range(3):
-        plans = run_round(made, plans)
-    assert len(group.workers) > 1 and {lane for lane, _, _ in spans(plans)} == {group.lane}
+    lanes = set[int]()
+    while plans := run_round(made, plans):
+        lanes |= {plan.lane for plan in plans for one in plan.chunks if one.sequence == group.completions[0].sequence}
+    assert len(group.workers) == len(lanes) == 4
+    held = by_worker(group.completions[0].segments, 0, 700)
+    assert max(held.values()) - min(held.values()) <= LEAST_SEGMENT
 
 
 @pytest.mark.parametrize(
