@@ -181,7 +181,7 @@ def _quantises(shape: "ModelShape", model: str) -> bool:
 
 def unquantised(shape: "ModelShape", model: str, compute: str) -> list[str]:
     """Return what ``lamina launch`` lacks to quantise weights as planned on compute workers of kind ``compute``."""
-    lacks = _quantises(shape, model) and (compute, shape.weight_dtype) == ("cpu", "fp8")
+    lacks = (compute, shape.weight_dtype) == ("cpu", "fp8") and _quantises(shape, model)
     return ["matrix products with fp8 weights on CPUs"] if lacks else []
 
 

@@ -60,8 +60,8 @@ def kind_of(way: Way) -> str:
     return ", ".join(filter(None, words))
 
 
-def lines(compute: Hardware, memory: Hardware) -> dict[str, tuple[Way, str]]:
-    """The line of the smallest way of each kind, on up to four and two workers.
+def smallest(compute: Hardware, memory: Hardware) -> dict[str, Way]:
+    """Return the smallest way of each kind that has a line, on up to four and two workers.
 
     Also on workers that are too small for the weights, which stages divide.
     """
@@ -74,7 +74,7 @@ def lines(compute: Hardware, memory: Hardware) -> dict[str, tuple[Way, str]]:
         varies = not way.scratch or way.memory_workers == 1 or way.kind is Kind.PREFILL
         if varies and (kind := kind_of(way)) not in found and obstacle(way, SHAPE, MODEL) is None:
             found[kind] = way
-    return {name: (way, line_of(way)) for name, way in found.items()}
+    return found
 
 
 def line_of(way: Way) -> str:
@@ -124,7 +124,7 @@ def serves(
     return [choice["text"] for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
 
 
-ON_CPUS = lines(CPU, CPU)
+ON_CPUS = smallest(CPU, CPU)
 ORDINARY = [
     "local",
     "local, TP2, copies",
@@ -140,8 +140,8 @@ ORDINARY = [
 
 @pytest.mark.parametrize("name", sorted(ON_CPUS))
 def test_no_line_is_refused(name: str) -> None:
-    way, line = ON_CPUS[name]
-    words = shlex.split(line)[4:]
+    way = ON_CPUS[name]
+    words = shlex.split(line_of(way))[4:]
     given = dict(zip(words[::2], words[1::2], strict=True))
     settings: dict[str, Any] = {flag[2:].replace("-", "_"): text for flag, text in given.items()}
     settings |= {flag: int(text) for flag, text in settings.items() if text.isdecimal()}
@@ -151,12 +151,16 @@ def test_no_line_is_refused(name: str) -> None:
     assert shapes(config) == way.shapes and (config.prompt_attention == there) == way.scratch
 
 
-@pytest.mark.parametrize("kind", sweep(ON_CPUS, ORDINARY), ids=str)
-def test_a_line_on_cpus(kind: tuple[Way, str], workers: list[psutil.Process], expected: list[str]) -> None:
-    assert serves(*kind, Target.CPU, workers, PROMPTS) == expected
+@pytest.mark.parametrize("way", sweep(ON_CPUS, ORDINARY))
+def test_a_line_on_cpus(way: Way, workers: list[psutil.Process], expected: list[str]) -> None:
+    assert serves(way, line_of(way), Target.CPU, workers, PROMPTS) == expected
 
 
-ON_GPUS = lines(CATALOGUE["h100"], CATALOGUE["h20"])
+@pytest.fixture(scope="module")
+def on_gpus() -> dict[str, Way]:
+    return smallest(CATALOGUE["h100"], CATALOGUE["h20"])
+
+
 EMULATED = [
     "local",
     "local, copies",
@@ -173,9 +177,9 @@ EMULATED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EMULATED)
-def test_a_line_on_gpus(name: str, workers: list[psutil.Process], expected: list[str]) -> None:
+def test_a_line_on_gpus(name: str, on_gpus: dict[str, Way], workers: list[psutil.Process], expected: list[str]) -> None:
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
-    way, line = ON_GPUS[name]
+    way, line = on_gpus[name], line_of(on_gpus[name])
     assert all(f"{kind.kind}:{workers}" in line and kind.kind in ("h100", "h20") for kind, workers in way.pools)
     texts = serves(way, line, Target.GPU, workers, PROMPTS[:2], LAMINA_EMULATED_GPUS="h100:4,h20:2")
     assert texts == expected[:2]
