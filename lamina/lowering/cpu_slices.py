@@ -133,7 +133,7 @@ class PositionTable:
     """
 
     FIRST, MOST = 1 << 12, 1 << 17  # positions for which the first table has room, and the largest
-    BLOCK = 1 << 8  # positions; computed by one thread, since other threads of torch spin for a while afterwards
+    BLOCK = 1 << 8  # positions computed together, at least
 
     def __init__(
         self,
@@ -176,7 +176,16 @@ class PositionTable:
         )
 
     def _extend(self, stop: int) -> None:
-        """Compute the positions up to ``stop``."""
+        """Compute the positions up to ``stop``, in this thread alone: other threads of torch spin for a while after an
+        operation, such as a cosine of 1,024 elements."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            self._add_positions(stop)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _add_positions(self, stop: int) -> None:
         known, further = self._known, self._compute(torch.arange(self._known, stop))
         if stop > self._room:
             self._room = min(self._most, max(self.FIRST, 1 << (stop - 1).bit_length()))

@@ -70,6 +70,23 @@ def test_no_position_beyond_the_known_ones_is_computed_unasked() -> None:
         table.lookup(torch.tensor([50]))
 
 
+def test_one_thread_computes_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, threads = PositionTable(PRELUDE, [FREQUENCIES], 10_000), torch.get_num_threads()
+    compute, found = table._compute, list[int]()
+
+    def note(positions: Tensor) -> tuple[Tensor, ...]:
+        found.append(torch.get_num_threads())
+        return compute(positions)
+
+    monkeypatch.setattr(table, "_compute", note)
+    torch.set_num_threads(3)
+    try:
+        table.lookup(torch.tensor([700]))
+        assert found == [1] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_what_depends_on_positions_and_their_number_is_hoisted() -> None:
     """As in rotary embeddings that multiply expanded frequencies by positions."""
     graph = fx.Graph()
