@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.core.types import AttentionSpec, Overlap
 from lamina.kernels import host_memory
 from lamina.kernels.host_memory import HUGE_PAGE_BYTES, PagesAhead, allocate
+from tests.support.store_steps import opened, plan
 
 
 @given(
@@ -47,3 +49,16 @@ def test_what_is_stored_stays() -> None:
     for _ in range(10):
         pages.prepare(1)
     assert memory[:100].min() == 7 and not memory[100:].any()
+
+
+def test_a_store_prepares_the_pages_after_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[int] = []
+    monkeypatch.setattr(host_memory, "make_resident", lambda start, nbytes: prepared.append(start))
+    store = opened("cpu", [AttentionSpec(0, 8, 8, 4096, 2048, 1.0)], Overlap(), "auto", 1)
+    store.apply(plan(1, {0: 0}, [], (0, 40)))
+    for number in range(2, 8):
+        store.apply(plan(number, {}, [], None))
+    (slab,) = store.device._slabs  # type: ignore[attr-defined]
+    for array in slab.arrays:
+        page = store.slab.reach * array.strides[0] // HUGE_PAGE_BYTES
+        assert page > 0 and {array.ctypes.data + each * HUGE_PAGE_BYTES for each in (page, page + 1)} <= {*prepared}

@@ -24,7 +24,7 @@ class KvArrays:
 
     @classmethod
     def allocate(cls, spec: AttentionSpec, element: KvElement, capacity: int) -> "KvArrays":
-        """Return arrays of ``capacity`` slots; pages become resident only when tokens are stored."""
+        """Return arrays of ``capacity`` slots; pages become resident shortly before tokens are stored."""
 
         def rows(size: int) -> Array:
             stored = STORAGE[element]
