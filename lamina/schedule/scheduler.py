@@ -650,7 +650,7 @@ class Scheduler:
         return group.completions[0].goal > self.scratch.most or self._prefix_times.pays(group, hit)
 
     def on_move_done(self, number: int) -> None:
-        """Record that all tokens of move ``number`` have arrived. Does nothing if its sequence has ended."""
+        """Record that a part of move ``number`` has arrived. Does nothing if its sequence has ended."""
         if self.moves.arrive(number):
             self._ready.wake()
 

@@ -67,7 +67,7 @@ class NativeTransfers:
     ) -> Tensor:
         exchanged, key = self._exchanged, (spec.query_heads, spec.v_dim)
         if key not in self._outs:
-            out = torch.empty(exchanged.rows, *key, dtype=self._dtype)  # torch would fill many with several threads
+            out = torch.empty(exchanged.rows, *key, dtype=self._dtype)  # torch would clear many rows with its threads
             out[exchanged.total :] = 0
             self._outs[key] = out, as_numpy(out)[: exchanged.total]
         out, tokens = self._outs[key]
