@@ -85,7 +85,9 @@ class Server:
         prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
             socket.send_fds(self._line, [msgspec.msgpack.encode(order)], [stdin, 2])
-            return int(self._line.recv(64))
+            if not (answer := self._line.recv(64)):
+                raise ChildProcessError(f"the process that forks workers has ended before {order.command} started")
+            return int(answer)
         finally:
             prctl(SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
