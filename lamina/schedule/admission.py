@@ -342,8 +342,6 @@ class Admissions:
         if self._only is not None or self._preferred is not None or not self._may_pass:
             return
         for group in self._queue.upcoming(MOST_SHORT) if load.has_room else ():
-            if not load.has_room:
-                return
             if group is not first and self._runs_beside_decoding(group, seats, load):
                 yield group
                 self._passed = self._steps
