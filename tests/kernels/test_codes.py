@@ -121,6 +121,15 @@ def test_every_code_is_read_exactly(group, dim, query_type, element, path):
 
 @paths
 @elements
+def test_keys_of_a_vector_and_a_half(element, path):
+    case = make_case([decode(tokens) for tokens in (1, 17, 33, 90)], make_spec(2, 5, 96), "float32")
+    case = replace(case, q=encode(case.q, "bfloat16"))
+    slab = slab_of(case.k, case.v, element)
+    check(case, slab, *run(case, slab, path), path)
+
+
+@paths
+@elements
 @given(
     pairs=problem_pairs(),
     spec=specs,

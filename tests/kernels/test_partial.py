@@ -32,6 +32,8 @@ from tests.support.kernel_cases import (
 
 PATHS = _native.attention_paths()
 paths = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name.lower())
+# Query heads per KV head and head sizes: those of a kernel for any task, of one row in AVX-512, of one row in tiles.
+groups = pytest.mark.parametrize(("group", "dim"), [(1, 16), (2, 64), (5, 32)])
 
 
 def run(case: Case, path: Path, threads: int = 1) -> tuple[attention.FloatArray, attention.FloatArray]:
@@ -101,9 +103,10 @@ def test_rows_that_see_nothing(path):
 @pytest.mark.parametrize(
     ("kv_type", "rows", "growth"), [("float32", 1, 60), ("float32", 9, 20), ("bfloat16", 1, 20), ("bfloat16", 9, 20)]
 )
-def test_scores_far_apart_between_tiles(rows, kv_type, growth, path):
+@groups
+def test_scores_far_apart_between_tiles(group, dim, rows, kv_type, growth, path):
     """The running reference has to follow scores that grow from tile to tile, and one that shrinks again."""
-    spec = make_spec(kv_heads=1, group=1, qk_dim=16)
+    spec = make_spec(kv_heads=1, group=group, qk_dim=dim)
     case = make_case([Pair(rows, query_start=400 - rows, tokens=400)], spec, "float32")
     slots = case.segments.slots
     case.k[slots] *= np.interp(np.arange(400), [0, 350, 400], [0.1, growth, 0.1])[:, None, None].astype(np.float32)
@@ -113,11 +116,12 @@ def test_scores_far_apart_between_tiles(rows, kv_type, growth, path):
 
 @paths
 @pytest.mark.parametrize(("kv_type", "rows"), [("float32", 1), ("bfloat16", 1), ("bfloat16", 9)])
-def test_scores_far_below_zero(rows, kv_type, path):
+@groups
+def test_scores_far_below_zero(group, dim, rows, kv_type, path):
     """Exponentials of scores near -160 are 0 in float32, unless they are relative to the largest one."""
-    spec = make_spec(kv_heads=2, group=1, qk_dim=16)
+    spec = make_spec(kv_heads=2, group=group, qk_dim=dim)
     case = make_case([Pair(rows, query_start=150 - rows, tokens=150)], spec, "float32")
-    case = replace(case, q=np.full_like(case.q, 4), k=case.k / 8 - 10)
+    case = replace(case, q=np.full_like(case.q, 16 * dim**-0.5), k=case.k / 8 - 10)
     case = replace(case, q=encode(case.q, kv_type), k=encode(case.k, kv_type), v=encode(case.v, kv_type))
     out, lse = run(case, path)
     assert (lse < -120).all()
@@ -126,8 +130,10 @@ def test_scores_far_below_zero(rows, kv_type, path):
 
 @paths
 @pytest.mark.parametrize("kv_type", ["float32", "bfloat16"])
-def test_nan_is_not_hidden(path, kv_type):
-    spec = make_spec(kv_heads=1, group=2, qk_dim=64)
+@groups
+def test_nan_is_not_hidden(group, dim, path, kv_type):
+    """It reaches its own query head alone."""
+    spec = make_spec(kv_heads=2, group=group, qk_dim=dim)
     case = make_case([decode(100), decode(30)], spec, kv_type, wide_query=True)
     case.q[0, 1, 5] = np.nan
     out, lse = run(case, path)
