@@ -14,8 +14,8 @@ from tests.simulation.cases import CASES, Case
 
 pytest.importorskip("greenlet", reason="simulated processes are greenlets: pip install greenlet")
 
-RUNS, STEPS = 7, 250
-LEAST_STEPS, LEAST_REQUESTS, LEAST_FAULTS = 2000, 300, 400  # in these runs
+RUNS, STEPS = {140: 3, 145: 1}, 250  # by first seed: local memory of ranks and of stages, a pool, and both
+LEAST_STEPS, LEAST_REQUESTS, LEAST_FAULTS = 800, 300, 400  # in these runs
 
 
 def simulate(*arguments: object, status: int = 0) -> str:
@@ -39,10 +39,13 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 def test_what_fails_does_not_change_tokens() -> None:
     """At least a fault and two requests come in each 30 s of simulated time, and far more of both in all."""
-    told = simulate("--seed", 140, "--runs", RUNS, "--steps", STEPS, "--no-shrink")
-    found = re.search(r"in all: (\d+) steps, (\d+) requests, (\d+) faults\n(\d+) s simulated", told)
-    assert found is not None, told
-    steps, requests, faults, seconds = map(int, found.groups())
+    totals = [0, 0, 0, 0]
+    for seed, runs in RUNS.items():
+        told = simulate("--seed", seed, "--runs", runs, "--steps", STEPS, "--no-shrink")
+        found = re.search(r"in all: (\d+) steps, (\d+) requests, (\d+) faults\n(\d+) s simulated", told)
+        assert found is not None, told
+        totals = [total + int(figure) for total, figure in zip(totals, found.groups(), strict=True)]
+    steps, requests, faults, seconds = totals
     assert steps >= LEAST_STEPS and requests >= LEAST_REQUESTS and faults >= LEAST_FAULTS
     assert requests >= 2 * seconds / 30 and faults >= seconds / 30
 
