@@ -21,7 +21,17 @@ from lamina.launch import launch
 from lamina.lowering import Target
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import NAMES, SERVED, greedy, served, variant
-from tests.support.running import REQUESTS, Killable, Streams, assert_same, check_last_loss, config, run_all, survive
+from tests.support.running import (
+    HALF,
+    REQUESTS,
+    Killable,
+    Streams,
+    assert_same,
+    check_last_loss,
+    config,
+    run_all,
+    survive,
+)
 from tests.support.waiting import END_S, wait_until
 
 TOKENS = 12
@@ -192,7 +202,7 @@ def test_a_lost_memory_worker_is_a_pause(
     undisturbed: list[list[CompletionOutput]],
 ) -> None:
     wanted = config(checkpoint, 2, 2, pipeline_parallel=2, max_restarts=restarts)
-    assert_same(survive(wanted, [("memory0", signal.SIGKILL)], 150), undisturbed)
+    assert_same(survive(wanted, [("memory0", signal.SIGKILL)], 150), undisturbed[:HALF])
 
 
 @pytest.mark.slow
@@ -224,7 +234,7 @@ def test_a_lost_stage_costs_its_replica(
     undisturbed: list[list[CompletionOutput]],
 ) -> None:
     wanted = config(checkpoint, 4, 2, pipeline_parallel=2)
-    assert_same(survive(wanted, [(victim, signal.SIGKILL)], 150), undisturbed)
+    assert_same(survive(wanted, [(victim, signal.SIGKILL)], 150), undisturbed[:HALF])
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from lamina.lowering import Target
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import NAMES, SERVED, served, variant
 from tests.support.rank_runs import check_ranks
-from tests.support.running import assert_same, config, survive
+from tests.support.running import HALF, assert_same, config, survive
 from tests.support.whole_outputs import whole
 
 pytestmark = pytest.mark.slow
@@ -104,7 +104,7 @@ def test_a_lost_rank_costs_its_replica_and_a_lost_memory_worker_a_pause(
     undisturbed: list[list[CompletionOutput]],
 ) -> None:
     wanted = config(checkpoint, compute, 2, tensor_parallel=2, **settings)
-    assert_same(survive(wanted, [(victim, signal.SIGKILL)], 150), undisturbed)
+    assert_same(survive(wanted, [(victim, signal.SIGKILL)], 150), undisturbed[:HALF])
 
 
 @pytest.mark.parametrize("family", NAMES)
