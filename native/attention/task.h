@@ -61,7 +61,7 @@ struct Workspace {
     float *keys;          // [qk_words][tile]
     float *values;        // [tile][v_padded]
     float *scores;        // [queries][tile]
-    float *probabilities; // [queries][tile], or in a decode step [heads][queries][8]
+    float *probabilities; // [queries][tile], or in a decode step [heads][queries][8 or 16]
     float *rescale;       // [queries]
     float *accumulator;   // [heads][queries][v_padded]
     float *reference;     // [heads][queries] the score that sums are relative to
