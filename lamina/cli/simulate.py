@@ -164,10 +164,10 @@ def simulate(
         raise ConfigError(f"--trace-out records Lamina's workers; --system {system} has none. Leave it out")
     catalogue = catalogue_of.load(hardware)
     early, late = _shapes(compute, prefill, tensor_parallel, pipeline_parallel)
-    kind, workers = _pool("--compute", compute, catalogue)
+    kind, workers = _pool("--compute", compute.partition("/")[0], catalogue)
     local = memory == LOCAL
     memory_kind, memory_workers = _pool("--memory", memory, catalogue) if memory and not local else (None, 0)
-    prefill_kind, prefill_workers = _pool("--prefill", prefill, catalogue) if prefill else (None, 0)
+    prefill_kind, prefill_workers = _pool("--prefill", prefill.partition("/")[0], catalogue) if prefill else (None, 0)
     deployment = sim.Deployment(
         model=model_shapes.find(model).stored_as(kv_cache_dtype, weight_dtype),
         compute=kind,
@@ -221,7 +221,7 @@ def _shapes(compute: str, prefill: str | None, ranks: int, stages: int) -> "tupl
 
 
 def _pool(flag: str, text: str, catalogue: "Catalogue") -> "tuple[Hardware, int]":
-    entries = catalogue.pool(text.partition("/")[0], 1)
+    entries = catalogue.pool(text, 1)
     if len(entries) != 1:
         raise ConfigError(f"{flag} {text!r} names {len(entries)} kinds of hardware; give one, such as a100:2")
     return entries[0]

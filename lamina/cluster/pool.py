@@ -314,7 +314,9 @@ def _is_kind(device: str, kind: str) -> bool:
 def _parse_entry(part: str, text: str, known: list[str], default_count: int) -> PoolEntry:
     match = _ENTRY.fullmatch(part.strip().lower())
     if "/" in part:
-        raise ConfigError(f"pool {text!r} has degrees; only --prefill and --compute of `lamina launch` take them")
+        raise ConfigError(
+            f"pool {text!r} has degrees; `lamina launch` and `simulate` take them in --prefill and --compute"
+        )
     if match is None:
         what = repr(part.strip()) if part.strip() else "an empty entry"
         raise ConfigError(f"pool {text!r} contains {what}; {_GRAMMAR}")

@@ -85,7 +85,7 @@ def test_a_count_left_out_is_one() -> None:
         ("cpu 2", "contains 'cpu 2'"),
         ("local:2", "gives local a count"),
         ("local,local", "names local 2 times; write it once"),
-        ("cpu:2/tp2", "has degrees; only --prefill and --compute of `lamina launch` take them"),
+        ("cpu:2/tp2", "has degrees; `lamina launch` and `simulate` take them in --prefill"),
     ],
 )
 def test_a_bad_pool_says_what_is_wrong_and_what_to_type(text: str, said: str) -> None:

@@ -156,7 +156,7 @@ class Unstarted(LocalWorkers):
         ({"compute": "cpu:4/tp4", "prefill": None, "tensor_parallel": 3}, None),
         ({"prefill": "cpu:4/pp4"}, "pipeline_parallel is 4, and the model has 3 slices to divide; give at most 3"),
         ({"compute": "cpu:3/tp2"}, "a replica has 2 compute workers, and 3 is no multiple of that"),
-        ({"memory": "cpu:1/tp2"}, "has degrees; only --prefill and --compute"),
+        ({"memory": "cpu:1/tp2"}, "has degrees; `lamina launch` and `simulate` take them in --prefill"),
     ],
 )
 def test_impossible_degrees_are_refused_before_a_worker_starts(

@@ -116,6 +116,7 @@ def test_json_is_the_same_for_the_same_seed(trace: Path) -> None:
         (("--rate-scale", "0"), "above 0"),
         (("--autoscale", "memory=1:2"), "only roles are simulated"),
         (("--compute", "a100:1,h100:1"), "names 2 kinds"),
+        (("--memory", "a100:2/tp2"), "'a100:2/tp2' has degrees"),
         (("--model", "Llama-2-13B", "--compute", "rtx4080:2"), "give --tensor-parallel 2 with a multiple of 2 workers"),
         (("--model", "Llama-3-70B", "--compute", "rtx4080:8"), "; give other hardware"),
         (("--system", "disaggregated", "--trace-out", "t.json"), "records Lamina's workers"),
