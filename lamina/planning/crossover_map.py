@@ -229,7 +229,8 @@ def _gain(alone: Capacity | None, together: Capacity | None) -> float | None:
 
 
 def _coarse(way: Way) -> bool:
-    """Return whether a map considers a way: two chunk lengths; with two pools powers of two, no stages, no rotation.
+    """Return whether a map considers a way: two chunk lengths; with two pools powers of two, equal ranks, no stages, no
+    rotation.
 
     Not three pools.
     """
@@ -241,7 +242,7 @@ def _coarse(way: Way) -> bool:
     if any(count & (count - 1) for count in counts) or (way.rotates and way.replicas > 1):
         return False
     if way.kind.divides_roles:
-        return way.memory is None
+        return way.memory is None and way.prefill_shape is None
     return way.chunk in _CHUNKS and way.lanes <= _MOST_LANES * way.replicas
 
 

@@ -121,7 +121,7 @@ class Apart:
         key = (
             way.prompts.kind,
             way.prefill_workers,
-            way.shapes[0],
+            way.shapes[0] if way.memory else way.shapes,
             way.chunk,
             found,
             holder.kind,
@@ -146,18 +146,20 @@ class Apart:
 
     def _with_copies(self, way: Way) -> "_Decoding":
         prefill, decode = (self.models[kind.kind].widened for kind in (way.prompts, way.compute))
-        here, there = (
-            (1 - WATERMARK) * self.copies.kv_room(kind, way.shape, way.chunk) for kind in (way.compute, way.prompts)
+        pools, (early, late) = (way.prompts, way.compute), way.shapes
+        there, here = (
+            (1 - WATERMARK) * self.copies.kv_room(kind, copy, way.chunk)
+            for kind, copy in zip(pools, way.shapes, strict=True)
         )
         # Replicas that prefill hold KV too, if they attend for others.
-        spreads = spreads_memory(way.shape.ranks, (way.prompts, way.compute))
+        spreads = spreads_memory(way.most_ranks, pools)
         there *= way.prefill_replicas / way.replicas if spreads else 0.0
         lenders = self.copies.lenders(way)
         rows, shared = self.copies.rows(here + there, 1, 2 * MOST_ROWS, ahead=AHEAD, lenders=lenders)
         most, _ = self.copies.rows(here, 1, 2 * MOST_ROWS, ahead=AHEAD, lenders=lenders)
         beyond = np.maximum(rows - most.max(initial=0.0), 0.0)
-        attention = self.copies.attention(decode, way.shape.ranks, rows, prefill, beyond)
-        return _Decoding(rows, self.copies.stage_step(decode, way.shape, rows, attention=attention), shared)
+        attention = self.copies.attention(decode, late.ranks, rows, (prefill, early.ranks), beyond)
+        return _Decoding(rows, self.copies.stage_step(decode, late, rows, attention=attention), shared)
 
     def _beside_copies(self, way: Way, decoding: "_Decoding", pool: PrefillPool, found: float) -> tuple[Floats, Floats]:
         """Return, by batch, seconds of a decode step at PERCENTILE, and requests per second, while the replicas that

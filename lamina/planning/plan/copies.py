@@ -57,7 +57,7 @@ class Copies:
         """Return how many copies of the weights that decode hold the KV of one request together."""
         lends = way.has_local and way.shape.stages == 1
         kinds = [kind for kind in (way.prefill, way.compute) if kind is not None]
-        return way.replicas if lends and spreads_memory(way.shape.ranks, kinds) else 1
+        return way.replicas if lends and spreads_memory(way.most_ranks, kinds) else 1
 
     def rows(
         self,
@@ -97,7 +97,7 @@ class Copies:
         model: CostModel,
         degree: int,
         rows: Floats,
-        other: CostModel | None = None,
+        other: tuple[CostModel, int] | None = None,
         beyond: Floats | float = 0.0,
     ) -> Floats:
         """Return seconds of one layer's attention of a decode step on a copy of the weights.
@@ -106,14 +106,16 @@ class Copies:
             model: Cost model of a device of the copy.
             degree: Devices that share a layer.
             rows: Sequences that decode.
-            other: Cost model of a device of the copy that attends to KV for which this one has no room.
+            other: Cost model of a device of the copy that attends to KV for which this one has no room, and the devices
+                that share a layer there.
             beyond: Sequences whose KV is there.
         """
         here, live = rows - beyond, self._workload.live
         attention = model.attention_seconds(here * live, here, 1 / degree)
         if other is not None:
-            there = other.attention_seconds(beyond * live, beyond, 1 / degree)
-            messages = other.fits.runtime.round_trip_s + other.wire_seconds(other.exchange_bytes(beyond)) / degree
+            holder, ranks = other
+            there = holder.attention_seconds(beyond * live, beyond, 1 / ranks)
+            messages = holder.fits.runtime.round_trip_s + holder.wire_seconds(holder.exchange_bytes(beyond)) / ranks
             attention = np.maximum(attention, np.where(beyond > 0, there + messages, 0.0))
         return np.asarray(attention)
 

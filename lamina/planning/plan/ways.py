@@ -146,6 +146,11 @@ class Way:
         return self.prefill_shape or self.shape, self.shape
 
     @property
+    def most_ranks(self) -> int:
+        """Ranks of the copies that have most."""
+        return max(each.ranks for each in self.shapes)
+
+    @property
     def replicas(self) -> int:
         """Copies of the weights in the compute pool."""
         return self.compute_workers // self.shape.workers
@@ -298,8 +303,9 @@ def ways(
     for kind, most in compute:
         for other, most_other in kinds.values():
             pools, scratch = ((kind, most), (other, most_other)), CHUNKS[-1] < longest_prompt
-            yield from _apart(*pools, [(Shape(degree), Shape(degree)) for degree in _degrees(shape)], scratch)
-            pairs = list(product(_smallest(shape, kind), _smallest(shape, other)))
+            ranks = [Shape(degree) for degree in _degrees(shape)]
+            yield from _apart(*pools, product(ranks, ranks), scratch)
+            pairs = product(_smallest(shape, kind), _smallest(shape, other))
             for way, (third, most_third) in product(_apart(*pools, pairs, scratch), memory):
                 shared = third is other and other.kind not in {one.kind for one, _ in compute}
                 yield from _with_pool(way, third, most_third - shared * way.compute_workers)

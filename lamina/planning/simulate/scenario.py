@@ -215,7 +215,7 @@ class Deployment:
     @property
     def _ranks_on_gpus(self) -> bool:
         kinds = {kind.kind for kind in (self.compute, self.prefill) if kind is not None}
-        return self.shape.ranks > 1 and kinds != {CPU}
+        return max(each.ranks for each in self.shapes) > 1 and kinds != {CPU}
 
     @property
     def prompts_alone(self) -> "Deployment":

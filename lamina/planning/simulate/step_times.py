@@ -334,10 +334,10 @@ class LocalStepModel(_Model):
 
     latency_s = 0.0  # most attentions send no message; the latency of the others is part of their shares
 
-    def __init__(self, deployment: Deployment, holders: Sequence[CostModel], lent: Lent) -> None:
-        """``holders``: the cost model of each replica."""
+    def __init__(self, deployment: Deployment, holders: Sequence[Deployment], lent: Lent) -> None:
+        """``holders``: by replica, the deployment whose compute pool it is in."""
         super().__init__(deployment)
-        self._holders, self._lent = holders, lent
+        self._holders, self._lent = [(one.compute_cost, one.shape.ranks) for one in holders], lent
         shape = deployment.model
         partial = shape.query_heads * (shape.head_size + 1) * 4  # of the attention after a stage's last slice
         nbytes = shape.hidden * shape.dtype.itemsize + partial / self._tp  # a rank has the partial of its heads
@@ -366,8 +366,8 @@ class LocalStepModel(_Model):
                     other.pulled += held - before[place]
                     if prefix := attended[place]:
                         other.asked += length
-                        prefix_s = self._holders[place].prefix_attention_seconds(length, prefix)
-                        other.chunks_s += float(prefix_s) / tp
+                        holder, ranks = self._holders[place]
+                        other.chunks_s += float(holder.prefix_attention_seconds(length, prefix)) / ranks
             here_before = chunk.start - chunk.before_scratch + attended.get(own, 0)
             attention_s += float(cost.chunk_attention_seconds(length, here_before, tp))
         dense_s = self._slices.inner[rows]
@@ -451,14 +451,15 @@ class LocalStepModel(_Model):
 
         ``slice_s``: Seconds from one attention to the next without messages.
         """
-        cost, rows = self._holders[place], borrowed.rows
+        (cost, ranks), rows = self._holders[place], borrowed.rows
         latency_s = cost.fits.runtime.round_trip_s / 2
         attention_s = borrowed.chunks_s
         if rows:
-            attention_s += float(cost.attention_seconds(borrowed.tokens, rows, 1 / self._tp))
+            attention_s += float(cost.attention_seconds(borrowed.tokens, rows, 1 / ranks))
         asked = borrowed.asked * self._asked_bytes
         received = asked + borrowed.kept * self._kept_bytes
-        receive_s, send_s = (float(cost.wire_seconds(nbytes)) / self._tp for nbytes in (received, asked))
-        pulling_s = max(float(one.wire_seconds(borrowed.pulled * self._kept_bytes)) for one in (self._compute, cost))
-        receive_s += max(0.0, pulling_s / self._tp - slice_s)
+        receive_s, send_s = (float(cost.wire_seconds(nbytes)) / ranks for nbytes in (received, asked))
+        ends, pulled = ((self._compute, self._tp), (cost, ranks)), borrowed.pulled * self._kept_bytes
+        pulling_s = max(float(one.wire_seconds(pulled)) / count for one, count in ends)
+        receive_s += max(0.0, pulling_s - slice_s)
         return place, latency_s + receive_s, attention_s, latency_s + send_s

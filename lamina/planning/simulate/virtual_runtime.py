@@ -140,7 +140,7 @@ class Simulation:
     def _model_of(self, deployment: Deployment) -> StepModel | LocalStepModel:
         if not deployment.local:
             return StepModel(deployment)
-        return LocalStepModel(deployment, [holder.compute_cost for holder in self._holders], self._lent)
+        return LocalStepModel(deployment, self._holders, self._lent)
 
     def _orders(self, rotates: bool) -> list[list[list[int]]]:
         """Return the stages of a step's slices, in order, by lane and by the first turn of the step."""

@@ -103,7 +103,8 @@ def test_a_pool_that_only_decodes_keeps_all_of_each_sequence() -> None:
     assert trial is not None and trial.requests_s == pytest.approx(best.requests_s, rel=0.2)
 
 
-def test_prefixes_on_a_replica_that_decodes_cost_what_the_simulator_says() -> None:
+@pytest.mark.parametrize("early", [Shape(2), pytest.param(ONE, marks=pytest.mark.slow)])
+def test_prefixes_on_a_replica_that_decodes_cost_what_the_simulator_says(early: Shape) -> None:
     """Half of each prompt is cached where tensor-parallel ranks decode, which attend to it for those that prefill."""
     served, slo = workload.of_lengths(2000, 30, Sessions(shared=1000)), Slo(tbt_s=0.1, ttft_s=2.0)
     way = Way(
@@ -115,6 +116,7 @@ def test_prefixes_on_a_replica_that_decodes_cost_what_the_simulator_says() -> No
         compute=CATALOGUE["h20"],
         compute_workers=2,
         shape=Shape(2),
+        prefill_shape=None if early == Shape(2) else early,
     )
     found = server(served, slo).evaluate(way)
     assert found is not None and found.found == 1000
@@ -202,13 +204,13 @@ def test_plans_have_the_stages_that_weights_need() -> None:
     assert {way.shape.stages for way in ways(SMALL, *pools(8, 1)) if way.kind is not Kind.LOCAL} == {1}
 
 
-def test_pools_with_prefill_apart_and_memory_workers_have_degrees_of_their_own() -> None:
-    """With local memory, both have the same, since a rank gets K and V from the same rank."""
+def test_pools_with_prefill_apart_have_degrees_of_their_own() -> None:
     apart = [way for way in ways(SMALL, *pools(4, 4)) if way.kind is Kind.PREFILL and way.compute.kind == "h20"]
     found = {(early.ranks, late.ranks) for early, late in (way.shapes for way in apart if way.memory)}
     assert found == {(early, late) for early in (1, 2, 4) for late in (1, 2)}  # one H20 at least has the KV
-    assert all(way.prefill_shape is None for way in apart if way.memory is None)
-    other = next(way for way in apart if [shape.ranks for shape in way.shapes] == [4, 2])
+    found = {(early.ranks, late.ranks) for early, late in (way.shapes for way in apart if way.has_local)}
+    assert found == {(early, late) for early in (1, 2, 4) for late in (1, 2, 4)}
+    other = next(way for way in apart if way.memory and [shape.ranks for shape in way.shapes] == [4, 2])
     assert other.describe() == "h100:4 prefill in TP4, h20:2 decode in TP2, h20:1 memory, 2 fixed lanes"
     assert "--prefill h100:4/tp4 --compute h20:2/tp2 " in launch_command(other, SMALL, "Llama-2-13B", "")
 

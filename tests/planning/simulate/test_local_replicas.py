@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lamina.core.pipeline import Shape
+from lamina.core.pipeline import ONE, Shape
 from lamina.core.types import PromptAttention
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.plan.workload import TracedRequest
@@ -166,18 +166,22 @@ def test_chunks_of_a_prompt_apart_attend_in_scratch_memory_which_leaves_less_for
         assert topology.capacities["compute1"] == deployment.kv_tokens
 
 
-def test_a_cached_prefix_is_attended_to_where_it_lies_and_the_rest_in_scratch_memory() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_cached_prefix_is_attended_to_where_it_lies_and_the_rest_in_scratch_memory(ranks: int) -> None:
     """By hand: the first 512 tokens of the second prompt are in the memory of the replica that decodes."""
-    deployment = replicas(1, prefill=CATALOGUE["h100"], prefill_workers=1, max_num_batched_tokens=512)
+    late, early = Shape(ranks), None if ranks == 1 else ONE
+    pools = replicas(ranks, shape=late, prefill=CATALOGUE["h100"], prefill_workers=1, prefill_shape=early)
+    deployment = replace(pools, max_num_batched_tokens=512)
+    assert deployment.one_way == (ranks > 1)
     first, second = deployment.prompts_alone.compute_cost, deployment.compute_cost
-    there, back = ([float(one.wire_seconds(512 * nbytes)) for one in (first, second)] for nbytes in (ASKED, ASKED))
-    pulling = max(float(one.wire_seconds(512 * KEPT)) for one in (first, second))
-    prefix = float(second.prefix_attention_seconds(512, 512))
+    asking = [float(first.wire_seconds(512 * ASKED)), float(second.wire_seconds(512 * ASKED)) / ranks]
+    pulling = max(float(first.wire_seconds(512 * KEPT)), float(second.wire_seconds(512 * KEPT)) / ranks)
+    prefix = float(second.prefix_attention_seconds(512, 512)) / ranks
 
     def step(start: int) -> float:
         chunk = float(first.chunk_attention_seconds(512, start - 512))
         later = max(0.0, pulling - float(first.slice_seconds(512)) - chunk)
-        asked = sum(there) + later + prefix + max(back) + second.fits.runtime.round_trip_s
+        asked = sum(asking) + later + prefix + max(asking) + second.fits.runtime.round_trip_s
         return dense(deployment.prompts_alone, 512) + LLAMA.layers * max(chunk, asked)
 
     shared = (1, 512)
