@@ -76,7 +76,7 @@ def test_replicas_that_lend_memory_read_requests_and_plans_between_slices(monkey
         begin(lender, request)
 
     monkeypatch.setattr(Lender, "_begin", watched)
-    simulation = Simulation(3, [], 100)
+    simulation = Simulation(5, [], 100)
     assert (simulation.layout.computes, simulation.layout.memories, simulation.layout.pace.slice_s) == (2, 0, 0.01)
     report = simulation.run()
     assert not report.failure

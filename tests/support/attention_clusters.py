@@ -149,7 +149,7 @@ def connected(
 ) -> Iterator[Connected]:
     """Slots hold a few rows; larger messages are fetched. ``device``: of the first memory worker."""
     per_token = max(spec.kv_bytes_per_token(DType.FLOAT32) for spec in specs)
-    plan = ArenaPlan(2 * per_token, False, 4 * ROWS * 1024, {lease_nbytes(4096): 4})
+    plan = ArenaPlan(2 * per_token, False, 4 * ROWS * 1024, {lease_nbytes(SLOT_NBYTES): 4})
     stations = [Station(name, ShmEndpoint(name), plan) for name in ("compute0", *names)]
     pairs = [("compute0", name) for name in names]
     link(stations, dict.fromkeys(pairs + [(name, own) for own, name in pairs], SLOT_NBYTES))
