@@ -141,7 +141,7 @@ def test_a_member_that_cannot_reach_a_worker_as_it_leaves_ends_the_epoch(complai
 
 
 def test_a_move_that_stalls_is_blamed_on_the_workers_of_the_part_that_has_not_arrived() -> None:
-    """Of a move from two ranks, one part has arrived."""
+    """Checks a move from two ranks, of which one part has arrived."""
     watch = watching()
     parts = [KvMove(1, 9, source, "memory1", 0, 5, 3, (0, 1)) for source in ("compute0", "compute1")]
     watch.began(StepPlan(1, 0, 0, [], [], [], [], DecodeRows([], [], []), moves=parts))

@@ -132,7 +132,7 @@ def test_scores_far_below_zero(group, dim, rows, kv_type, path):
 @pytest.mark.parametrize("kv_type", ["float32", "bfloat16"])
 @groups
 def test_nan_is_not_hidden(group, dim, path, kv_type):
-    """It reaches its own query head alone."""
+    """A NaN in q reaches the results of its own query head alone."""
     spec = make_spec(kv_heads=2, group=group, qk_dim=dim)
     case = make_case([decode(100), decode(30)], spec, kv_type, wide_query=True)
     case.q[0, 1, 5] = np.nan
