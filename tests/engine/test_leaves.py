@@ -13,14 +13,16 @@ from lamina.cluster.conversations import Wish, Workers
 from lamina.cluster.pool import REMOTE, PoolChange
 from lamina.control.agent_messages import Start
 from lamina.control.liveness import MOST_WAIT_S, WINDOW_S, Restarts
-from lamina.control.messages import Change, Release
+from lamina.control.messages import Change, KvMoved, Release
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, TransportError
 from lamina.core.heads import HeadShards
 from lamina.core.pipeline import Pipeline, Shape
+from lamina.core.steps import DecodeRows, KvMove, StepPlan
 from lamina.core.topology import FIRST, Member, Pool, Role, Topology, may_run
 from lamina.dataplane.leases import ArenaPlan
 from lamina.engine.changes import Joiner, JoinStage, Leaves
+from lamina.engine.losses import MOVE_TIMEOUT_S
 from lamina.engine.members import Members
 from lamina.engine.pools import Pools, Resize
 from lamina.engine.replacements import RETRY_S
@@ -368,6 +370,19 @@ def test_the_sizes_that_pools_are_to_have_are_saved_as_soon_as_they_change() -> 
         members.turn()
     assert [wanted["memory"] for _, wanted in saved] == [2, 1]
     assert saved[0][0] == saved[1][0] == cluster.topology
+
+
+def test_a_part_of_a_move_that_has_arrived_is_not_overdue() -> None:
+    """The move is still under way, since another of its parts has not arrived."""
+    pools = pools_of(TOPOLOGY)
+    cluster = replace(bare_cluster(["compute0"], TOPOLOGY.capacities, [], TOPOLOGY.pipeline), fabric=pools._fabric)
+    members = Members(pools._control, pools._workers, cluster, pools._turn, 8, lambda topology, wanted: None)
+    move = KvMove(1, 9, "memory0", "memory1", 0, 5, 3, (0, 1))
+    members.watch.began(StepPlan(1, 0, 0, [], [], [], [], DecodeRows([], [], []), moves=[move]))
+    members.handle_message("memory1", KvMoved(1, "memory0"))
+    turn, pools._control.liveness.awake_s = cast(Mock, pools._turn), MOVE_TIMEOUT_S + 1
+    turn.in_flight, turn.scheduler.moves.numbers = {}, [1]
+    members.watch.raise_if_stalled()
 
 
 def test_workers_hear_of_released_sequences_before_a_member_leaves() -> None:
